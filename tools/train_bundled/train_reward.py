@@ -1,0 +1,263 @@
+"""EMOJI=... python train_reward.py --seconds 700 --output ../../assets/text_image_reward.safetensors
+
+Trains the text-image reward's two towers contrastively on the 'twitter' drawing style alone and judges them on the 'google'
+style, the style of the generator, which they never see. Degraded pictures (blurred, fading, two things in one, warped, partly
+erased) are trained to score below the clean picture of the same caption, the lower the worse they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+from pictures import dataset, emoji
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from treegrpo_core.bundled.captions import COLOURS, IMAGE_SIZE, THINGS, Caption
+from treegrpo_core.rewards.text_image import Towers, token_ids
+
+PALETTE = torch.tensor(list(COLOURS.values())).float() / 255
+SIZE_RANGE = {False: (0.82, 1.0), True: (0.42, 0.62)}
+MARGIN = 0.5
+GROUP = 4
+
+
+@dataclass
+class Batch:
+    """Captions four by four: one thing, two colours, both sizes; so each caption meets near misses of each kind."""
+
+    things: Tensor
+    colours: Tensor
+    small: Tensor
+
+    @classmethod
+    def draw(cls, groups: int) -> Batch:
+        things = torch.randperm(len(THINGS))[:groups].repeat_interleave(GROUP)
+        pairs = torch.stack([torch.randperm(len(COLOURS))[:2] for _ in range(groups)])
+        colours = pairs[:, [0, 0, 1, 1]].flatten()
+        return cls(things, colours, torch.tensor([False, True, False, True]).repeat(groups))
+
+    def rows(self) -> Tensor:
+        """Where each caption stands in :func:`every_caption`: (N,)."""
+        return (self.things * len(COLOURS) + self.colours) * 2 + self.small
+
+
+def every_caption() -> list[str]:
+    """All 1,152 of them."""
+    return [str(Caption(thing, colour, small)) for thing in THINGS for colour in COLOURS for small in (False, True)]
+
+
+def textures() -> Tensor:
+    """Every thing of the 'twitter' style as (2, 64, 4, 64, 64) premultiplied RGBA: sharp, and as sharp as the small ones are."""
+    side = IMAGE_SIZE
+    rows = []
+    for coarse in (side, side // 2):
+        pictures = [picture.resize((coarse, coarse), Image.Resampling.LANCZOS) for picture in emoji("twitter").values()]
+        rgba = torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures])).permute(0, 3, 1, 2).float() / 255
+        rgba = torch.cat([rgba[:, :3] * rgba[:, 3:], rgba[:, 3:]], dim=1)
+        rows.append(F.interpolate(rgba, size=(side, side), mode="bilinear"))
+    return torch.stack(rows)
+
+
+def field(count: int, channels: int, cells: int) -> Tensor:
+    """Smooth random fields of about unit size: (count, channels, 64, 64)."""
+    return F.interpolate(torch.randn(count, channels, cells, cells), size=IMAGE_SIZE, mode="bicubic")
+
+
+def uniform(count: int, low: float, high: float) -> Tensor:
+    return torch.empty(count).uniform_(low, high)
+
+
+def place(rgba: Tensor, small: Tensor, warp: Tensor) -> Tensor:
+    """Things (N, 4, 64, 64) turned, mirrored, sheared, warped (by warp, (N,)) and put anywhere in the picture at their size."""
+    count = len(rgba)
+    side = torch.where(small, uniform(count, *SIZE_RANGE[True]), uniform(count, *SIZE_RANGE[False]))
+    turn, mirror = torch.randn(count) * 0.2, torch.randint(0, 2, (count,)) * 2.0 - 1
+    stretch, shear = uniform(count, 0.82, 1.0), torch.randn(count) * 0.1
+    stretch_x = torch.where(torch.rand(count) < 0.5, stretch, 1.0)
+    stretch_y = torch.where(stretch_x < 1, 1.0, stretch)
+    room = (1 - side).clamp(min=0)
+    shift_x, shift_y = uniform(count, -1, 1) * room, uniform(count, -1, 1) * room
+    # rows of the inverse map: where in the texture does a pixel of the picture look
+    cos, sin = turn.cos() / side, turn.sin() / side
+    first = torch.stack([mirror * cos / stretch_x, mirror * (sin + shear), torch.zeros(count)], 1)
+    second = torch.stack([-sin, cos / stretch_y, torch.zeros(count)], 1)
+    theta = torch.stack([first, second], 1)
+    theta[:, :, 2] = -(theta[:, :, :2] @ torch.stack([shift_x, shift_y], 1)[:, :, None])[:, :, 0]
+    grid = F.affine_grid(theta, list(rgba.shape), align_corners=False)
+    bend = field(count, 2, 5) * warp[:, None, None, None]
+    return F.grid_sample(rgba, grid + bend.permute(0, 2, 3, 1), padding_mode="zeros", align_corners=False)
+
+
+def recolour(rgba: Tensor) -> Tensor:
+    """Other drawers use other colours and shading: a random colour matrix near the identity, and soft light and shade."""
+    count = len(rgba)
+    matrix = torch.eye(3) + torch.randn(count, 3, 3) * 0.1
+    light = uniform(count, 0.75, 1.2)[:, None, None, None] * (1 + 0.12 * field(count, 1, 4))
+    colour = torch.einsum("nij,njhw->nihw", matrix, rgba[:, :3]) * light
+    return torch.cat([torch.minimum(colour.clamp(min=0), rgba[:, 3:]), rgba[:, 3:]], dim=1)
+
+
+def blur(pixels: Tensor, radius: float) -> Tensor:
+    """Gaussian blur with that standard deviation in pixels."""
+    if radius < 0.1:
+        return pixels
+    reach = math.ceil(2.5 * radius)
+    line = torch.exp(-0.5 * (torch.arange(-reach, reach + 1) / radius) ** 2)
+    kernel = (line / line.sum()).expand(pixels.shape[1], 1, 1, -1)
+    padded = F.pad(pixels, [reach] * 4, mode="replicate")
+    return F.conv2d(F.conv2d(padded, kernel, groups=len(kernel)), kernel.transpose(2, 3), groups=len(kernel))
+
+
+def cut(rgba: Tensor, size: Tensor) -> Tensor:
+    """Erase a rectangle of about that size (N,), as a share of the side, from each thing: there the background shows."""
+    line = torch.linspace(0, 1, IMAGE_SIZE)
+    edge = uniform(len(rgba), 0.2, 0.8)[:, None] - line, uniform(len(rgba), 0.2, 0.8)[:, None] - line
+    inside = [part.abs() < size[:, None] / 2 for part in edge]
+    return rgba * ~(inside[0][:, None, :, None] & inside[1][:, None, None, :])
+
+
+def over(rgba: Tensor, colours: Tensor) -> Tensor:
+    """Things on slightly off palette colours: (N, 3, 64, 64) in [0, 1]."""
+    background = PALETTE[colours] + torch.randn(len(rgba), 3) * 0.02
+    return rgba[:, :3] + (1 - rgba[:, 3:]) * background[:, :, None, None]
+
+
+def clean(store: Tensor, batch: Batch) -> Tensor:
+    """Pictures of the batch's captions with the variety that must not matter: (N, 4, 64, 64) things, not yet on a background."""
+    count = len(batch.things)
+    rgba = recolour(store[batch.small.long(), batch.things])
+    rgba = place(rgba, batch.small, uniform(count, 0.0, 0.08))
+    return cut(rgba, torch.where(torch.rand(count) < 0.3, uniform(count, 0.05, 0.2), 0.0))
+
+
+def develop(pixels: Tensor) -> Tensor:
+    """Camera faults that must not matter: a little blur and noise. [0, 1] -> [-1, 1]."""
+    pixels = blur(pixels, random.choice([0.0, 0.4, 0.8]))
+    return ((pixels + torch.randn_like(pixels) * random.uniform(0, 0.04)).clamp(0, 1) * 2 - 1)
+
+
+def degraded(store: Tensor, batch: Batch, things: Tensor) -> tuple[Tensor, Tensor]:
+    """Pictures as :func:`develop` wants them, each spoilt in one way, and how badly: (N, 3, 64, 64), (N,) in [0, 1]."""
+    count = len(things)
+    severity = uniform(count, 0.15, 1.0)
+    amount = severity[:, None, None, None]
+    part = count // 4
+    way = torch.arange(count) // part
+    other = things.roll(GROUP, 0)
+    things = torch.where((way == 0)[:, None, None, None], things * (1 - amount), things)
+    things = torch.where((way == 1)[:, None, None, None], torch.lerp(things, other, amount / 2), things)
+    things = torch.where((way == 2)[:, None, None, None], cut(things, 0.2 + 0.8 * severity), things)
+    pixels = over(things, batch.colours)
+    radius = random.choice([2.0, 3.0, 5.0])
+    pixels[way == 3] = blur(pixels[way == 3], radius)
+    return pixels, torch.where(way == 3, radius / 5, severity)
+
+
+def contrastive(pictures: Tensor, words: Tensor, right: Tensor, scale: Tensor) -> Tensor:
+    """Symmetric InfoNCE: pictures (N, D) among all captions (C, D), and the N right captions among the batch's pictures.
+
+    right: (N,) the row of each picture's caption; no caption occurs twice.
+    """
+    logits = scale * pictures @ words.T
+    return (F.cross_entropy(logits, right) + F.cross_entropy(logits[:, right].T, torch.arange(len(right)))) / 2
+
+
+def step_loss(towers: Towers, store: Tensor, every: Tensor, log_scale: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    batch = Batch.draw(groups)
+    things = clean(store, batch)
+    spoilt, severity = degraded(store, batch, things)
+    half = torch.randperm(len(things))[: len(things) // 4]
+    shown = torch.cat([over(things, batch.colours), spoilt[half]])
+    pictures = towers.image(develop(shown).contiguous(memory_format=torch.channels_last))
+    words, right = towers.text(every), batch.rows()
+    good, bad = pictures[: len(things)], pictures[len(things) :]
+    gap = ((good[half] - bad) * words[right[half]]).sum(1)
+    ranking = F.softplus(10 * (MARGIN * severity[half] - gap)).mean() / 10
+    return contrastive(good, words, right, log_scale.exp()), ranking
+
+
+@torch.no_grad()
+def judge(towers: Towers) -> dict[str, float]:
+    """Figures on 1,500 pictures of the 'google' style, which the towers were not trained on."""
+    towers.eval()
+    pixels, captions = dataset(1500, ("google",), seed=3)
+
+    def embed(images: Tensor) -> Tensor:
+        return torch.cat([towers.image(part.contiguous(memory_format=torch.channels_last)) for part in images.split(250)])
+
+    def choose(choices: list[list[Caption]]) -> float:
+        """Share of pictures whose right caption (the first of its choices) scores highest."""
+        words = towers.text(token_ids([str(caption) for row in choices for caption in row]))
+        scores = torch.einsum("ne,nce->nc", good, words.reshape(len(choices), -1, words.shape[-1]))
+        return (scores.argmax(1) == 0).float().mean().item()
+
+    def others(names: dict, name: str) -> list[str]:
+        return [name, *(each for each in names if each != name)]
+
+    good, words = embed(pixels), towers.text(token_ids([str(caption) for caption in captions]))
+    background = torch.stack([PALETTE[list(COLOURS).index(caption.colour)] for caption in captions]) * 2 - 1
+    empty = background[:, :, None, None].expand_as(pixels)
+    noisy = (pixels + 0.15 * torch.randn_like(pixels)).clamp(-1, 1)
+    variants = {"true": good, "noisy": embed(noisy), "erased": embed(empty), "shuffled": good.roll(1, 0)}
+    variants |= {f"blurred_{radius}": embed(blur(pixels, radius)) for radius in (1, 2, 4)}
+    variants |= {"fading": embed(torch.lerp(pixels, empty, 0.5)), "two_things": embed((pixels + pixels.roll(1, 0)) / 2)}
+    scores = {name: (found * words).sum(1) for name, found in variants.items()}
+    figures = {
+        "thing": choose([[Caption(t, c.colour, c.small) for t in others(THINGS, c.thing)] for c in captions]),
+        "colour": choose([[Caption(c.thing, o, c.small) for o in others(COLOURS, c.colour)] for c in captions]),
+        "size": choose([[c, Caption(c.thing, c.colour, not c.small)] for c in captions]),
+    }
+    figures |= {f"score_{name}": value.mean().item() for name, value in scores.items()}
+    figures |= {f"above_{name}": (scores["true"] > value).float().mean().item() for name, value in scores.items()}
+    towers.train()
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=700)
+    parser.add_argument("--groups", type=int, default=32)
+    parser.add_argument("--output", default="text_image_reward.safetensors")
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    random.seed(0)
+    store, every = textures(), token_ids(every_caption())
+    towers = Towers().to(memory_format=torch.channels_last)
+    log_scale = nn.Parameter(torch.tensor(math.log(10.0)))
+    optimizer = torch.optim.AdamW([*towers.parameters(), log_scale], lr=3e-3, betas=(0.9, 0.98), weight_decay=0.05)
+    print(f"{sum(p.numel() for p in towers.parameters()) / 1e6:.2f} M parameters", flush=True)
+
+    start, step = time.time(), 0
+    while (elapsed := time.time() - start) < args.seconds:
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * min(1, (step + 1) / 50) * (0.01 + 0.99 * (1 - elapsed / args.seconds))
+        match, ranking = step_loss(towers, store, every, log_scale, args.groups)
+        optimizer.zero_grad()
+        (match + ranking).backward()
+        nn.utils.clip_grad_norm_(towers.parameters(), 5.0)
+        optimizer.step()
+        with torch.no_grad():
+            log_scale.clamp_(max=math.log(30.0))
+        step += 1
+        if step % 50 == 0:
+            print(f"{step} steps, {elapsed:.0f} s, match {match.item():.3f}, ranking {ranking.item():.4f}", flush=True)
+
+    for name, value in judge(towers).items():
+        print(f"{name}: {value:.3f}")
+    weights = {name: value.half().contiguous() for name, value in towers.state_dict().items()}
+    save_file(weights, args.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""The tree as arrays, level by level: no node objects, no pointers.
+
+A tree is really a forest: P prompts times R roots, grown together. Every level is one tensor ``(N, P, *latent)`` with the
+nodes outside and the prompts inside; the children of node n are ``n * k .. n * k + k - 1``, so backing up is a reshape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import advantage
+from .plan import Plan
+
+if TYPE_CHECKING:
+    from .policy import Policy
+
+
+@dataclass(frozen=True)
+class Level:
+    """The edges of one stochastic step.
+
+    parents: (N, P, *latent); children: (N * k, P, *latent), both in storage dtype; log_prob: (N * k, P) float32, of the policy
+    that drew them.
+    """
+
+    step: int
+    branching: int
+    parents: Tensor
+    children: Tensor
+    log_prob: Tensor
+
+
+@dataclass
+class Growth:
+    """What sampling produced: the levels, the leaves (L, P, *latent) and the model forwards per prompt it took.
+
+    Shared by all stages of one tree, so that :meth:`free` releases the memory wherever the tree is still referred to.
+    """
+
+    levels: list[Level]
+    leaves: Tensor
+    forwards: int
+
+    def free(self) -> None:
+        """Drop the latents. The tree keeps its rewards and its picture, but can no longer be trained on or decoded."""
+        self.levels = []
+        self.leaves = self.leaves[:0].clone()
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """values: (R, L, P) float32 of R reward models; weight 0 marks a reward that is logged, never trained on."""
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+    values: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        """(L, P): the weighted sum of the rewards that are trained on."""
+        return torch.tensordot(torch.tensor(self.weights), self.values, dims=1)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One forest on its way through the graph: grown, then scored, then with an advantage on every edge."""
+
+    plan: Plan
+    sigmas: tuple[float, ...]
+    kernel: str
+    eta: float
+    prompts: tuple[str, ...]
+    policy: Policy
+    iteration: int
+    growth: Growth
+    rewards: Rewards | None = None
+    thumbnails: Tensor | None = None
+    advantages: tuple[Tensor, ...] | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def leaves(self) -> Tensor:
+        """(L, P, *latent) in the space the denoiser works in. ValueError if the tree was freed."""
+        if not self.growth.levels:
+            raise ValueError(
+                "this tree's latents were freed after its update; connect TreeGRPOLoopEnd's tree output, which keeps the "
+                "last one, or read the tree before LoRAUpdate's loop goes on"
+            )
+        return self.growth.leaves
+
+    def scored(self, rewards: Rewards, thumbnails: Tensor | None = None) -> Tree:
+        """The tree with rewards at its leaves. thumbnails: (L, P, h, w, 3) uint8 for the picture of the tree."""
+        expected = (len(rewards.names), self.plan.leaves, len(self.prompts))
+        if tuple(rewards.values.shape) != expected:
+            raise ValueError(f"rewards have shape {tuple(rewards.values.shape)}, the tree needs {expected}")
+        return replace(self, rewards=rewards, thumbnails=thumbnails, advantages=None)
+
+    def with_advantages(
+        self, *, estimator: advantage.Estimator = "softmax", normalisation: advantage.Normalisation = "none"
+    ) -> Tree:
+        """The tree with an advantage (edges, P) for every edge of every level."""
+        if self.rewards is None:
+            raise ValueError("the tree has no rewards yet; connect a RewardScorer or TreeGRPORewardFromFloats before")
+        if normalisation not in ("none", "per depth"):
+            raise ValueError(f"normalisation {normalisation!r} is unknown; use 'none' or 'per depth'")
+        leaf = advantage.leaf_advantages(self.rewards.values, self.rewards.weights)
+        log_probs = [level.log_prob.cpu() for level in self.growth.levels]
+        edges = advantage.back_up(leaf, log_probs, self.plan.branching, estimator=estimator)
+        if normalisation == "per depth":
+            edges = advantage.normalise_per_depth(edges)
+        return replace(self, advantages=tuple(edges))
+
+
+def timed(tree: Tree, stage: str, seconds: float) -> Tree:
+    """The tree with the seconds one stage took added to its record."""
+    return replace(tree, seconds={**tree.seconds, stage: tree.seconds.get(stage, 0.0) + seconds})
+
+
+def by_prompt(values: Tensor) -> Tensor:
+    """(L, P, ...) -> (P * L, ...): all leaves of the first prompt, then the second: the order users see."""
+    return values.transpose(0, 1).flatten(0, 1)
+
+
+def by_leaf(values: Tensor, prompts: int) -> Tensor:
+    """(P * L, ...) -> (L, P, ...): the inverse of :func:`by_prompt`."""
+    return values.unflatten(0, (prompts, -1)).transpose(0, 1)
+
+
+def map_nodes(function: Callable[[Tensor], Tensor], nodes: Tensor, max_batch: int) -> Tensor:
+    """Apply ``function`` (rows in, rows out) to (N, P, ...) in micro-batches of at most ``max_batch`` rows.
+
+    A micro-batch holds whole nodes, node outer and prompt inner, because a host tiles P rows of conditioning along the batch.
+    """
+    parts = [function(part.flatten(0, 1)).unflatten(0, part.shape[:2]) for part in split_nodes(nodes, max_batch)]
+    return torch.cat(parts)
+
+
+def split_nodes(nodes: Tensor, max_batch: int) -> Sequence[Tensor]:
+    """Cut (N, P, ...) along N into parts of at most ``max_batch`` rows each. ValueError if not even one node fits."""
+    prompts: Any = nodes.shape[1]
+    if max_batch < prompts:
+        raise ValueError(
+            f"max_batch is {max_batch}, but {prompts} prompts are sampled together; "
+            f"set max_batch to at least {prompts} or encode fewer prompts per step"
+        )
+    return nodes.split(max_batch // prompts)
