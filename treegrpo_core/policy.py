@@ -87,7 +87,8 @@ class Adapter:
             torch.manual_seed(seed)
             inject_adapter_in_model(config, shell)
         for parameter, flag in flags.items():
-            parameter.requires_grad_(flag)
+            with torch.inference_mode(parameter.is_inference()):
+                parameter.requires_grad_(flag)
         # peft's LoraLayer, by the name of the layer it wraps.
         self.layers: dict[str, Any] = {name: shell[name.replace(".", "/")] for name in bases}
 

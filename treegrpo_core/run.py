@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -208,13 +207,15 @@ def _read_metadata(path: Path) -> dict[str, Any]:
     return {**metadata, "settings": json.loads(metadata["settings"])}
 
 
-def write_atomically(path: Path, write: Any) -> None:
+def write_atomically(path: Path, write: Callable[[str], None]) -> None:
     """Call ``write(temporary path)`` beside ``path`` and move the finished file into place, or leave everything as it was."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
-    os.close(handle)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        write(temporary)
+        write(str(temporary))
+        # safetensors writes files only their owner can read; give them the usual rights of a new file.
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)

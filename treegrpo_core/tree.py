@@ -37,19 +37,26 @@ class Level:
 
 @dataclass
 class Growth:
-    """What sampling produced: the levels, the leaves (L, P, *latent) and the model forwards per prompt it took.
+    """What sampling produced: the levels, the leaves (L, P, *latent) and the model forwards per prompt it took; later also
+    thumbnails (L, P, h, w, 3) uint8 of the decoded leaves.
 
-    Shared by all stages of one tree, so that :meth:`free` releases the memory wherever the tree is still referred to.
+    Shared by all stages of one tree, so that memory is released wherever the tree is still referred to.
     """
 
     levels: list[Level]
     leaves: Tensor
     forwards: int
+    thumbnails: Tensor | None = None
 
     def free(self) -> None:
         """Drop the latents. The tree keeps its rewards and its picture, but can no longer be trained on or decoded."""
         self.levels = []
         self.leaves = self.leaves[:0].clone()
+
+    def forget(self) -> None:
+        """Drop the pictures too."""
+        self.free()
+        self.thumbnails = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,6 @@ class Tree:
     iteration: int
     growth: Growth
     rewards: Rewards | None = None
-    thumbnails: Tensor | None = None
     advantages: tuple[Tensor, ...] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -93,12 +99,12 @@ class Tree:
             )
         return self.growth.leaves
 
-    def scored(self, rewards: Rewards, thumbnails: Tensor | None = None) -> Tree:
-        """The tree with rewards at its leaves. thumbnails: (L, P, h, w, 3) uint8 for the picture of the tree."""
+    def scored(self, rewards: Rewards) -> Tree:
+        """The tree with rewards at its leaves."""
         expected = (len(rewards.names), self.plan.leaves, len(self.prompts))
         if tuple(rewards.values.shape) != expected:
             raise ValueError(f"rewards have shape {tuple(rewards.values.shape)}, the tree needs {expected}")
-        return replace(self, rewards=rewards, thumbnails=thumbnails, advantages=None)
+        return replace(self, rewards=rewards, advantages=None)
 
     def with_advantages(
         self, *, estimator: advantage.Estimator = "softmax", normalisation: advantage.Normalisation = "none"

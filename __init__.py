@@ -1,0 +1,13 @@
+"""The pack's door: ComfyUI calls :func:`comfy_entrypoint`; everything else is in ``nodes`` and ``treegrpo_core``."""
+
+WEB_DIRECTORY = "./web"
+
+
+async def comfy_entrypoint():
+    """ComfyUI's V3 entry point."""
+    from .nodes import TreeGRPOExtension
+
+    return TreeGRPOExtension()
+
+
+__all__ = ["WEB_DIRECTORY", "comfy_entrypoint"]

@@ -1,0 +1,265 @@
+"""Every touch of a ComfyUI internal that may move between core versions, in one file."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import comfy.model_management
+import comfy.model_sampling
+import comfy.patcher_extension
+import comfy.samplers
+import comfy.utils
+import folder_paths
+import torch
+from torch import Tensor, nn
+
+from ..treegrpo_core.plan import derive_seed
+from ..treegrpo_core.policy import Adapter, Denoiser
+from ..treegrpo_core.run import Run
+from ..treegrpo_core.transition import Prediction
+
+T = TypeVar("T")
+INJECTION = "treegrpo"
+
+
+def runs_folder() -> Path:
+    """Where runs live: ``treegrpo`` under ComfyUI's output directory."""
+    return Path(folder_paths.get_output_directory()) / "treegrpo"
+
+
+def loras_folder() -> Path:
+    """Where LoraLoader looks first."""
+    return Path(folder_paths.get_folder_paths("loras")[0])
+
+
+def prediction_of(model_sampling: Any) -> Prediction:
+    """The family of kernels that fits a model's sampling object; ValueError if none does."""
+    if isinstance(model_sampling, comfy.model_sampling.CONST):
+        return "flow"
+    if isinstance(model_sampling, comfy.model_sampling.EPS):
+        return "eps"
+    raise ValueError(
+        f"model: its sampling type {type(model_sampling).__name__} is neither a rectified flow nor an eps- or v-prediction; "
+        "TreeGRPO has no stochastic kernel for it"
+    )
+
+
+def fingerprint(patcher: Any) -> str:
+    """Identity of a model's weights without patches of the graph: names, shapes and 64 values of every tensor, hashed."""
+    digest = hashlib.sha256()
+    for name, entries in sorted(patcher.get_key_patches("diffusion_model.").items()):
+        weight = entries[0][0]
+        flat = weight.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // 64)][:64].float().cpu()
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        digest.update(sample.numpy().tobytes())
+        for patch in entries[1:]:
+            digest.update(f"{patch[0]} {patch[2]}".encode())
+    return digest.hexdigest()[:32]
+
+
+def with_adapter(patcher: Any, adapter: Adapter) -> Any:
+    """A clone of ``patcher`` in whose samplings, and nowhere else, the adapter is in the model's layers.
+
+    The diffusion module is shared by all clones, so the adapter goes in when this clone is loaded for sampling and out as soon as
+    that sampling ends, however it ends.
+    """
+    if patcher.get_injections(INJECTION):
+        raise ValueError(
+            "model: it already carries the adapter of another TreeGRPOPolicy; connect the base model, and to continue from "
+            "another run export its LoRA and choose it in start_from"
+        )
+    clone = patcher.clone()
+
+    def put_in(owner: Any) -> None:
+        with torch.inference_mode(False):
+            adapter.to(owner.load_device)
+            adapter.put_in(owner.model.diffusion_model)
+
+    def take_out(owner: Any) -> None:
+        adapter.take_out(owner.model.diffusion_model)
+
+    injection = comfy.patcher_extension.PatcherInjection(inject=put_in, eject=take_out)
+    clone.set_injections(INJECTION, [injection])
+    clone.add_callback(comfy.patcher_extension.CallbacksMP.ON_CLEANUP, lambda owner: owner.eject_model())
+    clone.attachments[INJECTION] = adapter
+    return clone
+
+
+def adapter_of(patcher: Any) -> Adapter | None:
+    """The adapter that :func:`with_adapter` gave to this patcher or the one it was cloned from."""
+    return patcher.attachments.get(INJECTION)
+
+
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Prompts run under inference mode, in which no gradient can be taken; newer cores also want to know of training."""
+    flag = hasattr(comfy.model_management, "in_training")
+    before = getattr(comfy.model_management, "in_training", False)
+    try:
+        if flag:
+            comfy.model_management.in_training = True
+        with torch.inference_mode(False):
+            yield
+    finally:
+        if flag:
+            comfy.model_management.in_training = before
+
+
+def make_differentiable(module: nn.Module) -> None:
+    """Replace inference tensors among a module's weights by ordinary ones with the same values, one at a time."""
+    for part in module.modules():
+        for name, parameter in list(part._parameters.items()):
+            if parameter is not None and parameter.is_inference():
+                part._parameters[name] = nn.Parameter(parameter.clone(), requires_grad=False)
+        for name, buffer in list(part._buffers.items()):
+            if buffer is not None and buffer.is_inference():
+                part._buffers[name] = buffer.clone()
+
+
+def detached(value: Any) -> Any:
+    """Conditioning with every tensor an ordinary one, fit to appear in a gradient's graph."""
+    if isinstance(value, torch.Tensor):
+        return value.clone() if value.is_inference() else value
+    if isinstance(value, dict):
+        return {key: detached(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [detached(item) for item in value]
+    if isinstance(getattr(value, "cond", None), torch.Tensor):
+        value = copy.copy(value)
+        value.cond = detached(value.cond)
+    return value
+
+
+class _Session(comfy.samplers.Sampler):
+    """Our way in: ComfyUI loads the model and prepares conditioning, then calls :meth:`sample` with the guided denoiser."""
+
+    def __init__(self, work: Callable[[Denoiser, Any, Tensor], Any], *, train: bool) -> None:
+        self.work, self.train, self.result = work, train, None
+
+    def sample(
+        self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, disable_pbar=False
+    ):  # noqa: ANN001, ANN201, PLR0913 - the host's signature
+        def denoise(x: Tensor, sigma: float) -> Tensor:
+            comfy.model_management.throw_exception_if_processing_interrupted()
+            return model_wrap(x, torch.full((len(x),), sigma, device=x.device), **extra_args)
+
+        with outside_inference_mode(), torch.set_grad_enabled(self.train):
+            if self.train:
+                make_differentiable(model_wrap.inner_model.diffusion_model)
+                model_wrap.conds = detached(model_wrap.conds)
+            latent = torch.zeros_like(noise) if latent_image is None else latent_image.clone()
+            self.result = self.work(denoise, model_wrap.inner_model.model_sampling, latent)
+        return torch.zeros_like(noise)
+
+
+@dataclass(frozen=True)
+class GuidedPolicy:
+    """A run's policy under one guider: core's guider does conditioning and guidance for rollout and update alike."""
+
+    run: Run
+    guider: Any
+    latent: Tensor
+    """(P, *latent) as it comes from the LATENT input."""
+    sigmas: Tensor
+    prediction: Prediction
+    seed: int = field(default=0)
+
+    def use(self, work: Callable[[Denoiser], T], *, train: bool) -> T:
+        return self.open(lambda denoise, _sampling, _latent: work(denoise), train=train)
+
+    def open(self, work: Callable[[Denoiser, Any, Tensor], T], *, train: bool) -> T:
+        """Like :meth:`use`, with the model's sampling object and the latent image as the denoiser sees it."""
+        session = _Session(work, train=train)
+        noise = torch.zeros_like(self.latent)
+        try:
+            self.guider.sample(noise, self.latent, session, self.sigmas, disable_pbar=True, seed=self.seed)
+        finally:
+            # An interrupt leaves the guider without its clean-up of these.
+            for name in ("conds", "inner_model", "loaded_models"):
+                self.guider.__dict__.pop(name, None)
+        return session.result  # type: ignore[return-value]
+
+
+def prompt_rows(guider: Any) -> int:
+    """Rows of conditioning a guider serves at once: one per prompt."""
+    rows = {
+        entry["cross_attn"].shape[0]
+        for entries in guider.original_conds.values()
+        for entry in entries
+        if isinstance(entry.get("cross_attn"), torch.Tensor)
+    }
+    return max(rows, default=1)
+
+
+def root_noise(noise: Any, latent: Tensor, roots: int, seed: int) -> Tensor:
+    """(R, P, *latent) from the NOISE input's own generator, one seed per (prompt, root)."""
+    rows = []
+    for root in range(roots):
+        row = []
+        for prompt in range(len(latent)):
+            source = copy.copy(noise)
+            source.seed = derive_seed(seed, prompt, root)
+            row.append(source.generate_noise({"samples": latent[prompt : prompt + 1]})[0])
+        rows.append(torch.stack(row))
+    return torch.stack(rows)
+
+
+def initial_states(sampling: Any, sigma: float, noise: Tensor, latent: Tensor) -> Tensor:
+    """Noise and latent image mixed as the model's sampling object does at ``sigma``: (R, P, *latent)."""
+    at_start = sigma >= float(sampling.sigma_max) * (1 - 1e-5)
+    level = torch.tensor(sigma, device=latent.device)
+    return torch.stack([sampling.noise_scaling(level, part.to(latent), latent, at_start) for part in noise])
+
+
+def fix_latent(model: Any, latent: dict[str, Any], prompts: int) -> Tensor:
+    """The LATENT's samples as (P, *latent) for this model; ValueError names the size that does not fit."""
+    import comfy.sample
+
+    if latent.get("noise_mask") is not None:
+        raise ValueError("latent: it carries an inpainting mask, which TreeSampler does not support; remove the mask")
+    samples = comfy.sample.fix_empty_latent_channels(model, latent["samples"])
+    channels = model.get_model_object("latent_format").latent_channels
+    if samples.shape[1] != channels:
+        raise ValueError(
+            f"latent: it has {samples.shape[1]} channels, this model works with {channels}; "
+            "use an empty latent node or a VAE of the same model family"
+        )
+    if samples.shape[0] not in (1, prompts):
+        raise ValueError(
+            f"latent: its batch size is {samples.shape[0]}, but there are {prompts} prompts; use batch size 1 "
+            "(TreeSampler repeats it) or one latent per prompt"
+        )
+    return samples.expand(prompts, *samples.shape[1:]).clone()
+
+
+def output_is_used(dynprompt: Any, node_id: str, slot: int) -> bool:
+    """Whether any node of the running graph reads output ``slot`` of ``node_id``; large outputs nobody reads are not kept."""
+    if dynprompt is None:
+        return True
+    return any(
+        value == [node_id, slot]
+        for other in dynprompt.all_node_ids()
+        for value in dynprompt.get_node(other)["inputs"].values()
+    )
+
+
+def intermediate_device() -> torch.device:
+    """Where the host keeps latents between nodes."""
+    return comfy.model_management.intermediate_device()
+
+
+def release_memory() -> None:
+    """Give cached device memory back after a heavy stage."""
+    comfy.model_management.soft_empty_cache()
+
+
+def progress(total: int, node_id: str | None = None) -> Any:
+    """ComfyUI's progress bar on the node that runs."""
+    return comfy.utils.ProgressBar(total, node_id=node_id)

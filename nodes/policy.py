@@ -1,0 +1,166 @@
+"""A model becomes a policy: the run's adapter on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import folder_paths
+from comfy_api.latest import io
+
+from ..treegrpo_core.lora import read_adapter
+from ..treegrpo_core.policy import TARGETS
+from ..treegrpo_core.run import Run, RunSettings, check_name
+from . import host
+from .types import CATEGORY, PolicyType
+
+RUNS: dict[Path, Run] = {}
+"""Runs in memory by folder. The disk is the truth; this only saves building adapters and optimizers again."""
+
+
+@dataclass(frozen=True)
+class PolicyHandle:
+    """What a POLICY wire carries: a run and the patcher whose samplings it takes part in."""
+
+    run: Run
+    patcher: Any
+
+
+def open_run(patcher: Any, name: str, settings: RunSettings, if_run_exists: str) -> Run:
+    """The run, from memory, from disk or newly created; ValueError leaves everything on disk as it was."""
+    root = host.runs_folder()
+    folder = root / check_name(name)
+    live = RUNS.get(folder)
+    stored = live.stored_iteration if live else None
+    if live and stored is not None and if_run_exists != "create":
+        live.require(settings)
+        if stored != live.iteration:
+            live.reload()
+        return live
+    module = patcher.model.diffusion_model
+    with host.outside_inference_mode():
+        if if_run_exists == "continue" or (if_run_exists == "continue or create" and (folder / "state.safetensors").exists()):
+            run = Run.open(root, name, settings, module)
+        else:
+            start = read_adapter(_lora_path(settings.start_from)) if settings.start_from else None
+            run = Run.create(root, name, settings, module, start)
+    RUNS[folder] = run
+    return run
+
+
+def _lora_path(name: str) -> Path:
+    path = folder_paths.get_full_path("loras", name)
+    if path is None:
+        raise ValueError(f"start_from: {name!r} is not in the loras folders; refresh the page and choose a file that is there")
+    return Path(path)
+
+
+class Policy(io.ComfyNode):
+    """Opens or starts a run on a model."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TreeGRPOPolicy",
+            display_name="TreeGRPO Policy",
+            category=CATEGORY,
+            description="Puts the trainable LoRA of a run on a model. The run lives on disk under output/treegrpo and goes on at the next "
+            "Queue. The base model and every other branch of the graph stay untouched.",
+            inputs=[
+                io.Model.Input("model", tooltip="The model to train. Its weights are never changed."),
+                io.String.Input(
+                    "run_name",
+                    default="my_run",
+                    tooltip="Name of the run (letters, digits, spaces, - and _). The same name continues, another one starts anew.",
+                ),
+                io.Int.Input("rank", default=16, min=1, max=1024, tooltip="Rank of the LoRA. Fixed for a run."),
+                io.Float.Input(
+                    "alpha",
+                    default=16.0,
+                    min=0.01,
+                    max=4096.0,
+                    step=0.01,
+                    tooltip="Scale of the LoRA; its effect is alpha / rank. Fixed for a run.",
+                ),
+                io.Combo.Input(
+                    "targets",
+                    options=list(TARGETS),
+                    default="attention+mlp",
+                    tooltip="Which linear layers get a LoRA. Fixed for a run.",
+                ),
+                io.Float.Input(
+                    "learning_rate",
+                    default=1e-4,
+                    min=1e-8,
+                    max=1.0,
+                    step=1e-8,
+                    round=False,
+                    tooltip="Step size of AdamW per update. May be changed while a run goes on.",
+                ),
+                io.Combo.Input("optimizer", options=["adamw"], default="adamw", tooltip="Optimizer. Fixed for a run."),
+                io.Int.Input(
+                    "seed",
+                    default=0,
+                    min=0,
+                    max=2**63 - 1,
+                    tooltip="Seed of the LoRA's initial weights. Fixed for a run.",
+                ),
+                io.Combo.Input(
+                    "if_run_exists",
+                    options=["continue or create", "continue", "create"],
+                    default="continue or create",
+                    tooltip="'continue' refuses an unknown name (typing errors), 'create' refuses one that exists.",
+                ),
+                io.Combo.Input(
+                    "start_from",
+                    options=["none", *folder_paths.get_filename_list("loras")],
+                    default="none",
+                    tooltip="LoRA file of this model family to start a new run from. 'none' starts from the base model.",
+                ),
+            ],
+            outputs=[
+                PolicyType.Output(display_name="POLICY", tooltip="The run, for TreeSampler and LoRAUpdate."),
+                io.Model.Output(
+                    display_name="MODEL", tooltip="The model with the run's LoRA live; build the guider on this one."
+                ),
+            ],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, run_name: str, **_: Any) -> str:
+        """The run's progress, so that another Queue of the same graph trains the next step."""
+        path = host.runs_folder() / run_name / "state.safetensors"
+        try:
+            return str(path.stat().st_mtime_ns)
+        except (OSError, ValueError):
+            return "new"
+
+    @classmethod
+    def execute(
+        cls,
+        model: Any,
+        run_name: str,
+        rank: int,
+        alpha: float,
+        targets: str,
+        learning_rate: float,
+        optimizer: str,
+        seed: int,
+        if_run_exists: str,
+        start_from: str,
+    ) -> io.NodeOutput:
+        host.prediction_of(model.get_model_object("model_sampling"))
+        settings = RunSettings(
+            base=host.fingerprint(model),
+            rank=rank,
+            alpha=alpha,
+            targets=targets,
+            optimizer=optimizer,  # type: ignore[arg-type]
+            learning_rate=learning_rate,
+            seed=seed,
+            start_from="" if start_from == "none" else start_from,
+        )
+        run = open_run(model, run_name, settings, if_run_exists)
+        patcher = host.with_adapter(model, run.adapter)
+        return io.NodeOutput(PolicyHandle(run, patcher), patcher)

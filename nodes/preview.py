@@ -1,0 +1,71 @@
+"""Looking at a tree, and taking its best leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from comfy_api.latest import io, ui
+
+from ..treegrpo_core.picture import draw_tree
+from ..treegrpo_core.tree import Tree
+from . import host
+from .types import CATEGORY, TreeType
+
+
+class Preview(io.ComfyNode):
+    """The tree as a picture in the node."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TreeGRPOPreview",
+            display_name="TreeGRPO Preview",
+            category=CATEGORY,
+            description="Draws the tree: columns are the steps of the window and the leaves with their rewards; green edges have a positive "
+            "advantage, red a negative one. Inside a loop it is drawn anew for every update.",
+            is_output_node=True,
+            inputs=[
+                TreeType.Input("tree", tooltip="Trees at any stage; best after TreeAdvantage."),
+                io.Int.Input("prompt", default=0, min=0, max=4095, tooltip="Which prompt's tree to draw, from 0."),
+            ],
+            outputs=[],
+        )
+
+    @classmethod
+    def execute(cls, tree: Tree, prompt: int) -> io.NodeOutput:
+        if prompt >= len(tree.prompts):
+            raise ValueError(f"prompt is {prompt}, but this tree has {len(tree.prompts)} prompts, counted from 0")
+        picture = np.asarray(draw_tree(tree, prompt), dtype=np.float32) / 255
+        return io.NodeOutput(ui=ui.PreviewImage(torch.from_numpy(picture)[None], cls=cls))
+
+
+class BestLeaf(io.ComfyNode):
+    """Best of the tree, for ordinary use."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TreeGRPOBestLeaf",
+            display_name="TreeGRPO Best Leaf",
+            category=CATEGORY,
+            description="The leaves with the highest reward of each prompt as LATENT, best first, for VAE Decode or any other node.",
+            inputs=[
+                TreeType.Input("tree", tooltip="Trees with rewards."),
+                io.Int.Input("count", default=1, min=1, max=4096, tooltip="Leaves per prompt."),
+            ],
+            outputs=[io.Latent.Output(display_name="LATENT", tooltip="The best leaves: those of the first prompt, then the second, ...")],
+        )
+
+    @classmethod
+    def execute(cls, tree: Tree, count: int) -> io.NodeOutput:
+        if tree.rewards is None:
+            raise ValueError("tree: it has no rewards yet; connect it after RewardScorer or TreeGRPORewardFromFloats")
+        if count > tree.plan.leaves:
+            raise ValueError(f"count is {count}, but each prompt has {tree.plan.leaves} leaves")
+        best = tree.rewards.total.topk(count, dim=0).indices
+        chosen = [tree.leaves[best[:, prompt], prompt] for prompt in range(len(tree.prompts))]
+        policy: Any = tree.policy
+        samples = policy.guider.model_patcher.model.process_latent_out(torch.cat(chosen).float().clone())
+        return io.NodeOutput({"samples": samples.to(host.intermediate_device())})

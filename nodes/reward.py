@@ -1,0 +1,161 @@
+"""Rewards at the leaves."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from comfy_api.latest import io
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..treegrpo_core.rewards import REWARDS, WeightedReward, load_reward, score
+from ..treegrpo_core.tree import Rewards, Tree, by_leaf, by_prompt, timed
+from . import host
+from .types import CATEGORY, RewardType, TreeType
+
+THUMBNAIL = 96
+"""Longest side of the pictures kept with a tree, in pixels."""
+
+
+class RewardModel(io.ComfyNode):
+    """Names a reward and its weight."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TreeGRPORewardModel",
+            display_name="TreeGRPO Reward Model",
+            category=CATEGORY,
+            description="A reward from the registry. Chain several: each is standardised within its prompt's leaves before the weights apply.",
+            inputs=[
+                io.Combo.Input(
+                    "name",
+                    options=list(REWARDS),
+                    tooltip="text_image: picture fits the prompt (bundled model); jpeg: minus kilobytes at JPEG quality 95; "
+                    "background_match, size_match: exact checks of the bundled model's prompts.",
+                ),
+                io.Float.Input(
+                    "weight",
+                    default=1.0,
+                    min=-100.0,
+                    max=100.0,
+                    step=0.05,
+                    tooltip="Weight of this reward's advantage. 0: only logged, never trained on (an evaluation reward).",
+                ),
+                RewardType.Input("previous", optional=True, tooltip="Other rewards to combine with."),
+            ],
+            outputs=[RewardType.Output(display_name="REWARD_MODEL", tooltip="All rewards of the chain.")],
+        )
+
+    @classmethod
+    def execute(cls, name: str, weight: float, previous: list[WeightedReward] | None = None) -> io.NodeOutput:
+        chain = list(previous or [])
+        if any(entry.reward.name == name for entry in chain):
+            raise ValueError(f"name: {name!r} is already in the chain of rewards; remove one of the two")
+        return io.NodeOutput([*chain, WeightedReward(load_reward(name), weight)])
+
+
+class RewardScorer(io.ComfyNode):
+    """Decodes and scores the leaves."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="RewardScorer",
+            display_name="Reward Scorer (TreeGRPO)",
+            category=CATEGORY,
+            description="Decodes the leaves and scores each against its own prompt.",
+            inputs=[
+                TreeType.Input("tree", tooltip="The trees of TreeSampler."),
+                io.Vae.Input("vae", tooltip="The VAE of the model."),
+                RewardType.Input("reward", tooltip="One reward or a chain of them."),
+            ],
+            outputs=[
+                TreeType.Output(display_name="TREE", tooltip="The trees with rewards, for TreeAdvantage."),
+                io.Image.Output(display_name="leaves", tooltip="All leaves: those of the first prompt, then the second, ..."),
+                io.Float.Output(display_name="rewards", is_output_list=True, tooltip="Weighted sum of the rewards of each leaf."),
+            ],
+            hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
+        )
+
+    @classmethod
+    def execute(cls, tree: Tree, vae: Any, reward: list[WeightedReward]) -> io.NodeOutput:
+        if not any(entry.weight for entry in reward):
+            raise ValueError("reward: all weights are 0, so there is nothing to train on; give one reward a weight")
+        start = time.perf_counter()
+        images = decode(tree, vae)
+        decoded = time.perf_counter()
+        prompts = [prompt for prompt in tree.prompts for _ in range(tree.plan.leaves)]
+        values = score(reward, images, prompts)
+        scored = tree.scored(
+            Rewards(
+                tuple(entry.reward.name for entry in reward),
+                tuple(float(entry.weight) for entry in reward),
+                torch.stack([by_leaf(row, len(tree.prompts)) for row in values]),
+            )
+        )
+        tree.growth.thumbnails = thumbnails(images, len(tree.prompts))
+        scored = timed(timed(scored, "decode", decoded - start), "reward", time.perf_counter() - decoded)
+        assert scored.rewards is not None
+        # A loop keeps every output until the queue is done; images nobody reads would fill the memory.
+        if not host.output_is_used(cls.hidden.dynprompt, cls.hidden.unique_id, 1):
+            images = images[:1].clone()
+        return io.NodeOutput(scored, images, by_prompt(scored.rewards.total).tolist())
+
+
+def decode(tree: Tree, vae: Any) -> Tensor:
+    """(P * L, H, W, 3) float in [0, 1], all leaves of the first prompt first."""
+    policy: host.GuidedPolicy = tree.policy  # type: ignore[assignment]
+    model = policy.guider.model_patcher.model
+    latents = model.process_latent_out(by_prompt(tree.leaves).float().clone())
+    images = vae.decode(latents)
+    if images.ndim == 5:
+        images = images.flatten(0, 1)
+    if len(images) != len(latents):
+        raise ValueError(f"vae: it made {len(images)} pictures of {len(latents)} leaves; connect the VAE that belongs to the model")
+    return images[..., :3].float().cpu()
+
+
+def thumbnails(images: Tensor, prompts: int) -> Tensor:
+    """(P * L, H, W, 3) -> (L, P, h, w, 3) uint8, at most :data:`THUMBNAIL` pixels a side."""
+    scale = min(1.0, THUMBNAIL / max(images.shape[1:3]))
+    small = images.movedim(-1, 1)
+    if scale < 1:
+        size = [max(1, round(side * scale)) for side in images.shape[1:3]]
+        small = F.interpolate(small, size=size, mode="bilinear", antialias=True)
+    return by_leaf((small.clamp(0, 1) * 255).round().byte().movedim(1, -1), prompts)
+
+
+class RewardFromFloats(io.ComfyNode):
+    """Scores from any other node."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TreeGRPORewardFromFloats",
+            display_name="TreeGRPO Reward from Floats",
+            category=CATEGORY,
+            description="Takes one number per leaf from any other nodes, in the order of RewardScorer's leaves output.",
+            is_input_list=True,
+            inputs=[
+                TreeType.Input("tree", tooltip="The trees, scored or not; earlier rewards are replaced, pictures are kept."),
+                io.Float.Input("rewards", tooltip="One number per leaf, higher is better.", default=0.0, force_input=True),
+            ],
+            outputs=[TreeType.Output(display_name="TREE", tooltip="The trees with these rewards.")],
+        )
+
+    @classmethod
+    def execute(cls, tree: list[Tree], rewards: list[float]) -> io.NodeOutput:
+        if len(tree) != 1:
+            raise ValueError(f"tree: {len(tree)} trees at once; give this node one TREE")
+        leaves = tree[0].plan.leaves * len(tree[0].prompts)
+        if len(rewards) != leaves:
+            raise ValueError(f"rewards: {len(rewards)} numbers for {leaves} leaves; give exactly one number per leaf")
+        values = torch.tensor([float(value) for value in rewards])
+        if not torch.isfinite(values).all():
+            first = int((~torch.isfinite(values)).nonzero()[0])
+            raise ValueError(f"rewards: number {first} is {float(values[first])}; every reward must be finite")
+        shaped = by_leaf(values, len(tree[0].prompts))[None]
+        return io.NodeOutput(tree[0].scored(Rewards(("floats",), (1.0,), shaped)))

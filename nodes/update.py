@@ -1,0 +1,118 @@
+"""The update: trees in, a better LoRA out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..treegrpo_core.lora import lora_tensors
+from ..treegrpo_core.run import Run
+from ..treegrpo_core.trainer import UpdateSettings
+from ..treegrpo_core.tree import Tree
+from . import host
+from .policy import PolicyHandle
+from .types import CATEGORY, LoraModelType, LossMapType, PolicyType, TreeType
+
+
+def loss_map(run: Run) -> dict[str, list[float]]:
+    """Core's LOSS_MAP: the loss of every update so far.
+
+    Core's plot divides by the curve's range, so a constant curve (one update, say) gets a last point that differs by a hair.
+    """
+    losses = list(run.losses) or [0.0]
+    if min(losses) == max(losses):
+        losses.append(losses[-1] + 1e-12)
+    return {"loss": losses}
+
+
+class LoRAUpdate(io.ComfyNode):
+    """One optimizer update of a run."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="LoRAUpdate",
+            display_name="LoRA Update (TreeGRPO)",
+            category=CATEGORY,
+            description="Trains the run's LoRA on the trees with GRPO's clipped objective: one forward per parent node trains all its children. "
+            "The new state is on disk before this node is done.",
+            is_input_list=True,
+            is_output_node=True,
+            inputs=[
+                PolicyType.Input("policy", tooltip="The run to train."),
+                TreeType.Input("tree", tooltip="Trees with advantages; a list of them makes one update."),
+                io.Float.Input(
+                    "clip",
+                    default=1e-4,
+                    min=1e-7,
+                    max=0.5,
+                    step=1e-7,
+                    round=False,
+                    tooltip="Clip range of the probability ratio. Tiny, since log-probabilities are means over the latent.",
+                ),
+                io.Float.Input(
+                    "kl",
+                    default=0.0,
+                    min=0.0,
+                    max=1000.0,
+                    step=0.001,
+                    tooltip="Weight of the KL divergence to the base model. Keeps the style; 0 spends no time on it.",
+                ),
+                io.Int.Input("passes", default=1, min=1, max=100, tooltip="Optimizer steps on the same trees."),
+                io.Int.Input(
+                    "max_batch", default=64, min=1, max=4096, tooltip="Most latents per forward with gradient; lower it to save memory."
+                ),
+                io.Float.Input("max_grad_norm", default=1.0, min=1e-6, max=1e6, step=0.01, tooltip="Gradients longer than this are shortened to it."),
+                io.Float.Input(
+                    "advantage_clip",
+                    default=5.0,
+                    min=0.1,
+                    max=100.0,
+                    step=0.1,
+                    tooltip="Advantages are cut at plus and minus this many standard deviations.",
+                ),
+            ],
+            outputs=[
+                PolicyType.Output(display_name="POLICY", tooltip="The run, one step further."),
+                LoraModelType.Output(display_name="LORA_MODEL", tooltip="For core's Save LoRA Weights and Load LoRA Model."),
+                LossMapType.Output(display_name="LOSS_MAP", tooltip="For core's Plot Loss Graph."),
+                io.String.Output(display_name="metrics", tooltip="What happened, as JSON."),
+            ],
+            hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        policy: list[PolicyHandle],
+        tree: list[Tree],
+        clip: list[float],
+        kl: list[float],
+        passes: list[int],
+        max_batch: list[int],
+        max_grad_norm: list[float],
+        advantage_clip: list[float],
+    ) -> io.NodeOutput:
+        run = policy[0].run
+        for one in tree:
+            owner: Any = one.policy
+            if owner.run is not run:
+                raise ValueError(f"tree: it was grown by run {owner.run.name!r}, the policy is run {run.name!r}; connect the same policy")
+        settings = UpdateSettings(
+            clip=clip[0],
+            kl=kl[0],
+            passes=passes[0],
+            max_batch=max_batch[0],
+            max_grad_norm=max_grad_norm[0],
+            advantage_clip=advantage_clip[0],
+        )
+        with host.outside_inference_mode():
+            metrics = run.update(tree, settings)
+        host.release_memory()
+        text = json.dumps(metrics.model_dump(), indent=1)
+        ui = {"text": [f"step {run.iteration}: reward {metrics.reward_mean:.4g} +- {metrics.reward_std:.2g}"]}
+        # A loop keeps every output until the queue is done; a copy of the LoRA per update would fill the memory.
+        used = host.output_is_used(cls.hidden.dynprompt, cls.hidden.unique_id, 1)
+        return io.NodeOutput(policy[0], lora_tensors(run.adapter) if used else {}, loss_map(run), text, ui=ui)
