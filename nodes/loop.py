@@ -43,7 +43,7 @@ class LoopState:
     end: str
     body: frozenset[str]
     done: int = 0
-    previous: Tree | None = None
+    previous: tuple[Tree, ...] = ()
 
     @property
     def is_over(self) -> bool:
@@ -150,14 +150,16 @@ class LoopEnd(io.ComfyNode):
             category=CATEGORY,
             description="Runs the body again until all updates are done; frees each update's trees but the last.",
             enable_expand=True,
+            is_output_node=True,
+            is_input_list=True,
             inputs=[
                 LoopType.Input("loop", tooltip="From TreeGRPO Loop Start."),
                 PolicyType.Input("policy", tooltip="From LoRAUpdate: the run after its update."),
-                TreeType.Input("tree", tooltip="The trees of this update, from TreeAdvantage."),
+                TreeType.Input("tree", tooltip="The trees of this update, from TreeAdvantage; also a list of them."),
             ],
             outputs=[
                 PolicyType.Output(display_name="POLICY", tooltip="The run after all updates, for TreeGRPOExport."),
-                TreeType.Output(display_name="TREE", tooltip="The trees of the last update."),
+                TreeType.Output(display_name="TREE", tooltip="The trees of the last update (of a list of trees, the first)."),
                 LoraModelType.Output(display_name="LORA_MODEL", tooltip="For core's Save LoRA Weights and Load LoRA Model."),
                 LossMapType.Output(display_name="LOSS_MAP", tooltip="For core's Plot Loss Graph."),
             ],
@@ -165,18 +167,20 @@ class LoopEnd(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, loop: Loop, policy: PolicyHandle, tree: Tree) -> io.NodeOutput:
+    def execute(cls, loop: list[Loop], policy: list[PolicyHandle], tree: list[Tree]) -> io.NodeOutput:
         node, graph = cls.hidden.unique_id, cls.hidden.dynprompt
         state = graph.get_node(node)["inputs"].get(STATE_INPUT)
         if state is None:
-            state = LoopState(loop, node, loop_body(graph, loop.start, node))
-        if state.previous is not None:
-            state.previous.growth.forget()
-        state = replace(state, done=state.done + 1, previous=tree)
+            state = LoopState(loop[0], node, loop_body(graph, loop[0].start, node))
+        for old in state.previous:
+            old.growth.forget()
+        state = replace(state, done=state.done + 1, previous=tuple(tree))
         host.progress(state.loop.iterations, node).update_absolute(state.done)
         if state.is_over:
-            return io.NodeOutput(policy, tree, lora_tensors(policy.run.adapter), loss_map(policy.run))
-        tree.growth.free()
+            run = policy[0].run
+            return io.NodeOutput(policy[0], tree[0], lora_tensors(run.adapter), loss_map(run))
+        for used in tree:
+            used.growth.free()
         builder = next_round(graph, state)
         end = builder.lookup_node(state.end)
         return io.NodeOutput(*(end.out(slot) for slot in range(4)), expand=builder.finalize())

@@ -100,10 +100,17 @@ class Tree:
         return self.growth.leaves
 
     def scored(self, rewards: Rewards) -> Tree:
-        """The tree with rewards at its leaves."""
+        """The tree with rewards at its leaves. ValueError for a wrong shape and for NaN or infinite rewards."""
         expected = (len(rewards.names), self.plan.leaves, len(self.prompts))
         if tuple(rewards.values.shape) != expected:
             raise ValueError(f"rewards have shape {tuple(rewards.values.shape)}, the tree needs {expected}")
+        bad = (~torch.isfinite(rewards.values)).nonzero().tolist()
+        if bad:
+            reward, leaf, prompt = bad[0]
+            raise ValueError(
+                f"rewards: {rewards.names[reward]} of leaf {leaf} of prompt {prompt} is {float(rewards.values[reward, leaf, prompt])}; "
+                "every reward must be a finite number"
+            )
         return replace(self, rewards=rewards, advantages=None)
 
     def with_advantages(

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from toy import LATENT, SIGMAS, ToyModel, grow_toy, roots_for, toy_run
+from toy import LATENT, SIGMAS, ToyModel, grow_toy, roots_for, toy_run, with_rewards
 
 from treegrpo_core.plan import Plan, flow_grpo_plan, tree_plan
 from treegrpo_core.sampler import edge_noise, grow, node_path
@@ -128,3 +128,13 @@ def test_too_small_a_batch_says_what_to_do(tmp_path):
     _, policy = toy_run(tmp_path)
     with pytest.raises(ValueError, match="max_batch is 1, but 2 prompts"):
         grow_toy(policy, max_batch=1)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_rewards_that_are_no_numbers_are_refused(tmp_path, value):
+    _, policy = toy_run(tmp_path)
+    tree = grow_toy(policy)
+    rewards = torch.zeros(27, 2)
+    rewards[5, 1] = value
+    with pytest.raises(ValueError, match="toy of leaf 5 of prompt 1 is"):
+        with_rewards(tree, rewards)

@@ -185,14 +185,18 @@ def test_a_replay_of_another_model_stops_with_an_explanation(tmp_path):
     assert run.iteration == 0
 
 
-def test_an_update_raises_the_reward(tmp_path):
-    """The mean of the leaves is a reward with a plain direction; forty updates must find it."""
-    run, policy = toy_run(tmp_path, learning_rate=2e-3)
+def test_updates_raise_the_reward(tmp_path):
+    """The mean of the leaves is a reward with a plain direction; held-out noise must show it."""
+    run, policy = toy_run(tmp_path, learning_rate=5e-3)
     plan = Plan.parse("0 3 3 0 0 0 0 0 0 0")
-    base = float(grow_toy(policy, plan, seed=999).leaves.mean())
+
+    def held_out() -> float:
+        return sum(float(grow_toy(policy, plan, seed=900 + seed).leaves.mean()) for seed in range(8)) / 8
+
+    base = held_out()
     for iteration in range(40):
         run.update([with_rewards(grow_toy(policy, plan, seed=iteration))], SETTINGS)
-    assert float(grow_toy(policy, plan, seed=999).leaves.mean()) > base + 0.02
+    assert held_out() > base + 0.01
 
 
 def test_surrogate_by_hand():

@@ -100,7 +100,7 @@ def place(rgba: Tensor, small: Tensor, warp: Tensor) -> Tensor:
 def recolour(rgba: Tensor) -> Tensor:
     """Other drawers use other colours and shading: a random colour matrix near the identity, and soft light and shade."""
     count = len(rgba)
-    matrix = torch.eye(3) + torch.randn(count, 3, 3) * 0.1
+    matrix = torch.eye(3) + torch.randn(count, 3, 3) * uniform(count, 0.0, 0.25)[:, None, None]
     light = uniform(count, 0.75, 1.2)[:, None, None, None] * (1 + 0.12 * field(count, 1, 4))
     colour = torch.einsum("nij,njhw->nihw", matrix, rgba[:, :3]) * light
     return torch.cat([torch.minimum(colour.clamp(min=0), rgba[:, 3:]), rgba[:, 3:]], dim=1)
@@ -230,7 +230,7 @@ def main() -> None:
     random.seed(0)
     store, every = textures(), token_ids(every_caption())
     towers = Towers().to(memory_format=torch.channels_last)
-    log_scale = nn.Parameter(torch.tensor(math.log(10.0)))
+    log_scale = nn.Parameter(torch.tensor(math.log(20.0)))
     optimizer = torch.optim.AdamW([*towers.parameters(), log_scale], lr=3e-3, betas=(0.9, 0.98), weight_decay=0.05)
     print(f"{sum(p.numel() for p in towers.parameters()) / 1e6:.2f} M parameters", flush=True)
 
@@ -240,11 +240,11 @@ def main() -> None:
             group["lr"] = 3e-3 * min(1, (step + 1) / 50) * (0.01 + 0.99 * (1 - elapsed / args.seconds))
         match, ranking = step_loss(towers, store, every, log_scale, args.groups)
         optimizer.zero_grad()
-        (match + ranking).backward()
+        (match + 2 * ranking).backward()
         nn.utils.clip_grad_norm_(towers.parameters(), 5.0)
         optimizer.step()
         with torch.no_grad():
-            log_scale.clamp_(max=math.log(30.0))
+            log_scale.clamp_(max=math.log(40.0))
         step += 1
         if step % 50 == 0:
             print(f"{step} steps, {elapsed:.0f} s, match {match.item():.3f}, ranking {ranking.item():.4f}", flush=True)

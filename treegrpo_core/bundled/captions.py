@@ -102,8 +102,9 @@ VOCABULARY = ["[PAD]", "[START]", "[END]", "[UNK]", "small", "on", *THINGS, *COL
 """Word of each token id."""
 
 _BORDER = 2
-_BACKGROUND_TOLERANCE = 0.22
-_SMALL_BELOW = 0.72
+_BACKGROUND_TOLERANCE = 0.16
+_NOTHING_BELOW = 0.1
+_SMALL_BELOW = 0.66
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,10 @@ def _span(occupied: torch.Tensor) -> torch.Tensor:
 
 
 def size_match(images: torch.Tensor, captions: list[str]) -> torch.Tensor:
-    """1 where the thing is small exactly if the caption says so, else 0. Same shapes as :func:`background_match`."""
-    found_small = extent(images) < _SMALL_BELOW
+    """1 where the thing is small exactly if the caption says so, else 0; an empty picture is always 0.
+
+    Same shapes as :func:`background_match`.
+    """
+    found = extent(images)
     wanted_small = torch.tensor([Caption.parse(text).small for text in captions])
-    return (found_small == wanted_small).float()
+    return ((found >= _NOTHING_BELOW) & ((found < _SMALL_BELOW) == wanted_small)).float()

@@ -37,20 +37,28 @@ def _convolution(channels_in: int, channels_out: int, stride: int = 1) -> nn.Seq
     )
 
 
+class _Skip(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.change = _convolution(channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.change(x)
+
+
 class ImageTower(nn.Module):
     """(N, 3, 64, 64) in [-1, 1] -> (N, 128) of unit length."""
 
     def __init__(self) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            nn.PixelUnshuffle(2),
-            _convolution(12, 24),
-            _convolution(24, 48, stride=2),
-            _convolution(48, 48),
-            _convolution(48, 96, stride=2),
-            _convolution(96, 96),
+            nn.PixelUnshuffle(4),
+            _convolution(48, 64),
+            _convolution(64, 96, stride=2),
+            _Skip(96),
             _convolution(96, 160, stride=2),
-            _convolution(160, 160),
+            _Skip(160),
+            _Skip(160),
         )
         self.out = nn.Linear(2 * 160, EMBEDDING)
 

@@ -1,0 +1,121 @@
+"""Every bad input gives a message that names it and the fix, on the node, and leaves the run on disk as it was."""
+
+from __future__ import annotations
+
+import pytest
+from graphs import training
+
+from tools.client import ExecutionError
+
+
+def folder_bytes(comfy, run_name):
+    folder = comfy.output / "treegrpo" / run_name
+    return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.exists() else {}
+
+
+@pytest.fixture
+def nodes(comfy, graph, run_name):
+    """A graph whose run has one update behind it."""
+    nodes = training(graph, run_name)
+    comfy.run(graph)
+    return nodes
+
+
+CASES = {
+    "branching below 1": ("sampler", {"branching": 0}, "TreeSampler", "branching is 0"),
+    "one leaf per group": ("sampler", {"branching": 1}, "TreeSampler", "1 leaf per prompt"),
+    "depth longer than the schedule": ("sampler", {"depth": 6}, "TreeSampler", "depth is 6"),
+    "window that reaches the last step": ("sampler", {"start": 4}, "TreeSampler", "start is 4"),
+    "kernel that does not fit": ("sampler", {"kernel": "ancestral"}, "TreeSampler", "'ancestral' does not fit this model"),
+    "schedule that does not end at 0": ("sigmas", {"denoise": 0.0}, "TreeSampler", "sigma"),
+    "batch smaller than the prompts": ("sampler", {"max_batch": 1}, "TreeSampler", "max_batch is 1, but 2 prompts"),
+    "prompts of another number": ("sampler", {"prompts": "a\nb\nc"}, "TreeSampler", "3 lines, but .* 2 rows"),
+    "latent batch": ("latent", {"batch_size": 3}, "TreeSampler", "batch size is 3, but there are 2 prompts"),
+    "more prompts than there are": ("prompts", {"prompts_per_step": 9}, "TreeGRPOPrompts", "prompts_per_step is 9"),
+    "no prompts": ("prompts", {"text": "# none\n"}, "TreeGRPOPrompts", "no prompt"),
+    "prompt file outside the input folder": ("prompts", {"file": "../x.txt"}, "TreeGRPOPrompts", "outside"),
+    "prompt file that is missing": ("prompts", {"file": "none.txt"}, "TreeGRPOPrompts", "no 'none.txt'"),
+    "run name with folders": ("policy", {"run_name": "../evil"}, "TreeGRPOPolicy", "'../evil' is not allowed"),
+    "unknown run name": (
+        "policy",
+        {"run_name": "never heard of", "if_run_exists": "continue"},
+        "TreeGRPOPolicy",
+        "'never heard of' is not known",
+    ),
+    "run that exists": ("policy", {"if_run_exists": "create"}, "TreeGRPOPolicy", "exists already"),
+    "another rank": ("policy", {"rank": 8}, "TreeGRPOPolicy", "rank 4, not 8"),
+    "other targets": ("policy", {"targets": "all linear"}, "TreeGRPOPolicy", "targets 'attention[+]mlp'"),
+    "weightless rewards": ("reward", {"weight": 0.0}, "RewardScorer", "all weights are 0"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_named_on_its_node(comfy, nodes, run_name, case):
+    field, change, node_type, message = CASES[case]
+    before = folder_bytes(comfy, run_name)
+    with pytest.raises(ExecutionError, match=message) as caught:
+        comfy.run(nodes.set(field, **change).graph)
+    assert caught.value.node_type == node_type
+    assert folder_bytes(comfy, run_name) == before
+
+
+def test_a_reward_list_of_the_wrong_length(comfy, nodes, run_name):
+    given = nodes.graph.add("TreeGRPORewardFromFloats", tree=nodes.sampler[0], rewards=0.5)
+    nodes.set("advantage", tree=given[0])
+    before = folder_bytes(comfy, run_name)
+    with pytest.raises(ExecutionError, match="1 numbers for 8 leaves"):
+        comfy.run(nodes.graph)
+    assert folder_bytes(comfy, run_name) == before
+
+
+def test_a_run_of_another_base_model(comfy, nodes, run_name):
+    """The base model merged with something else is another base model."""
+    merged = nodes.graph.add("ModelMergeSimple", model1=nodes.model[0], model2=nodes.model[0], ratio=0.5)
+    before = folder_bytes(comfy, run_name)
+    with pytest.raises(ExecutionError, match="another base model"):
+        comfy.run(nodes.set("policy", model=merged[0]).graph)
+    assert folder_bytes(comfy, run_name) == before
+
+
+def test_a_guider_on_the_base_model(comfy, nodes):
+    with pytest.raises(ExecutionError, match="guider: it is not built on this run's model"):
+        comfy.run(nodes.set("guider", model=nodes.model[0]).graph)
+
+
+def test_two_policies_on_top_of_each_other(comfy, nodes, run_name):
+    inputs = {**nodes.graph.inputs(nodes.policy), "model": nodes.policy[1], "run_name": f"{run_name} 2"}
+    second = nodes.graph.add("TreeGRPOPolicy", **inputs)
+    with pytest.raises(ExecutionError, match="already carries the adapter"):
+        comfy.run(nodes.set("guider", model=second[1]).graph)
+
+
+def test_a_tree_of_another_run(comfy, nodes, run_name):
+    inputs = {**nodes.graph.inputs(nodes.policy), "run_name": f"{run_name} 2"}
+    other = nodes.graph.add("TreeGRPOPolicy", **inputs)
+    with pytest.raises(ExecutionError, match="it was grown by run"):
+        comfy.run(nodes.set("update", policy=other[0]).graph)
+
+
+def test_steps_in_the_wrong_order(comfy, nodes):
+    with pytest.raises(ExecutionError, match="no advantages yet"):
+        comfy.run(nodes.set("update", tree=nodes.scorer[0]).graph)
+    with pytest.raises(ExecutionError, match="no rewards yet"):
+        comfy.run(nodes.set("update", tree=nodes.advantage[0]).set("advantage", tree=nodes.sampler[0]).graph)
+
+
+def test_latents_of_another_model_family(comfy, nodes):
+    four_channels = nodes.graph.add("EmptyLatentImage", width=64, height=64, batch_size=1)
+    comfy.run(nodes.set("latent").graph)
+    noisy = nodes.graph.add("LatentBatch", samples1=four_channels[0], samples2=four_channels[0])
+    with pytest.raises(ExecutionError, match="batch size|channels"):
+        comfy.run(nodes.set("sampler", latent=noisy[0], prompts="a").graph)
+
+
+@pytest.mark.parametrize("name", ["../evil", "a/b", ""])
+def test_export_names_stay_in_the_loras_folder(comfy, nodes, name):
+    nodes.graph.add("TreeGRPOExport", policy=nodes.policy[0], file_name=name)
+    before = sorted(comfy.base.rglob("*.safetensors"))
+    with pytest.raises(ExecutionError, match="is not allowed"):
+        comfy.run(nodes.graph)
+    assert not list(comfy.base.glob("**/evil*"))
+    assert len(sorted(comfy.base.rglob("*.safetensors"))) == len(before)
