@@ -17,14 +17,16 @@ class TreeAdvantage(io.ComfyNode):
             node_id="TreeAdvantage",
             display_name="Tree Advantage (TreeGRPO)",
             category=CATEGORY,
-            description="Standardises the rewards among the leaves of each prompt and backs them up, so that every edge gets its own credit.",
+            description="Standardises the rewards among the leaves of each prompt and backs them up, so that "
+            "every edge gets its own credit.",
             inputs=[
                 TreeType.Input("tree", tooltip="The trees with rewards."),
                 io.Combo.Input(
                     "estimator",
                     options=["softmax", "uniform"],
                     default="softmax",
-                    tooltip="Average over children: weighted by softmax of their log-probability (the paper), or plain.",
+                    tooltip="Average over children: weighted by softmax of their log-probability (the paper), or "
+                    "plain.",
                 ),
                 io.Combo.Input(
                     "normalisation",

@@ -22,12 +22,17 @@ class Export(io.ComfyNode):
             node_id="TreeGRPOExport",
             display_name="TreeGRPO Export",
             category=CATEGORY,
-            description="Writes the run's LoRA as a .safetensors file into ComfyUI's loras folder, where every LoRA loader finds it. A file of "
+            description="Writes the run's LoRA as a .safetensors file into ComfyUI's loras folder, where every "
+            "LoRA loader finds it. A file of "
             "the same run is replaced, any other file of that name is never touched.",
             is_output_node=True,
             inputs=[
                 PolicyType.Input("policy", tooltip="The run, from LoRAUpdate or TreeGRPO Loop End."),
-                io.String.Input("file_name", default="treegrpo", tooltip="Name of the file, without folders and without .safetensors."),
+                io.String.Input(
+                    "file_name",
+                    default="treegrpo",
+                    tooltip="Name of the file, without folders and without .safetensors.",
+                ),
             ],
             outputs=[io.String.Output(display_name="path", tooltip="Where the file is.")],
         )
@@ -37,7 +42,9 @@ class Export(io.ComfyNode):
         run, name = policy.run, check_name(file_name.removesuffix(".safetensors"))
         path = host.loras_folder() / f"{name}.safetensors"
         if path.exists() and read_header(path).get("treegrpo.run") != run.name:
-            raise ValueError(f"file_name: {path.name} exists and does not come from run {run.name!r}; choose another file name")
+            raise ValueError(
+                f"file_name: {path.name} exists and does not come from run {run.name!r}; choose another file name"
+            )
         extra = {"run": run.name, "settings": run.settings.model_dump_json(), "last_update": json.dumps(run.log()[-1:])}
         write_lora(path, run.adapter, metadata(run.adapter, name, run.iteration, extra))
         return io.NodeOutput(str(path), ui={"text": [f"{path.name}: run {run.name}, {run.iteration} updates"]})

@@ -45,13 +45,14 @@ def prediction_of(model_sampling: Any) -> Prediction:
     if isinstance(model_sampling, comfy.model_sampling.EPS):
         return "eps"
     raise ValueError(
-        f"model: its sampling type {type(model_sampling).__name__} is neither a rectified flow nor an eps- or v-prediction; "
+        f"model: its sampling type {type(model_sampling).__name__} is neither a rectified flow nor an eps- or "
+        "v-prediction; "
         "TreeGRPO has no stochastic kernel for it"
     )
 
 
 def fingerprint(patcher: Any) -> str:
-    """Identity of a model's weights without patches of the graph: names, shapes and 64 values of every tensor, hashed."""
+    """Identity of a model's weights and patches: names, shapes and 64 values of every tensor, hashed."""
     digest = hashlib.sha256()
     for name, entries in sorted(patcher.get_key_patches("diffusion_model.").items()):
         weight = entries[0][0]
@@ -67,12 +68,13 @@ def fingerprint(patcher: Any) -> str:
 def with_adapter(patcher: Any, adapter: Adapter) -> Any:
     """A clone of ``patcher`` in whose samplings, and nowhere else, the adapter is in the model's layers.
 
-    The diffusion module is shared by all clones, so the adapter goes in when this clone is loaded for sampling and out as soon as
-    that sampling ends, however it ends.
+    The diffusion module is shared by all clones, so the adapter goes in when this clone is loaded for sampling and
+    out as soon as that sampling ends, however it ends.
     """
     if patcher.get_injections(INJECTION):
         raise ValueError(
-            "model: it already carries the adapter of another TreeGRPOPolicy; connect the base model, and to continue from "
+            "model: it already carries the adapter of another TreeGRPOPolicy; connect the base model, and to "
+            "continue from "
             "another run export its LoRA and choose it in start_from"
         )
     clone = patcher.clone()
@@ -99,7 +101,7 @@ def adapter_of(patcher: Any) -> Adapter | None:
 
 @contextmanager
 def outside_inference_mode() -> Iterator[None]:
-    """Prompts run under inference mode, in which no gradient can be taken; newer cores also want to know of training."""
+    """Prompts run under inference mode, where no gradient can be taken; newer cores also want to know of training."""
     flag = hasattr(comfy.model_management, "in_training")
     before = getattr(comfy.model_management, "in_training", False)
     try:
@@ -138,14 +140,14 @@ def detached(value: Any) -> Any:
 
 
 class _Session(comfy.samplers.Sampler):
-    """Our way in: ComfyUI loads the model and prepares conditioning, then calls :meth:`sample` with the guided denoiser."""
+    """Our way in: ComfyUI loads the model, prepares conditioning and calls :meth:`sample` with the guided denoiser."""
 
     def __init__(self, work: Callable[[Denoiser, Any, Tensor], Any], *, train: bool) -> None:
         self.work, self.train, self.result = work, train, None
 
     def sample(
         self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, disable_pbar=False
-    ):  # noqa: ANN001, ANN201, PLR0913 - the host's signature
+    ):
         def denoise(x: Tensor, sigma: float) -> Tensor:
             comfy.model_management.throw_exception_if_processing_interrupted()
             return model_wrap(x, torch.full((len(x),), sigma, device=x.device), **extra_args)
@@ -240,7 +242,7 @@ def fix_latent(model: Any, latent: dict[str, Any], prompts: int) -> Tensor:
 
 
 def output_is_used(dynprompt: Any, node_id: str, slot: int) -> bool:
-    """Whether any node of the running graph reads output ``slot`` of ``node_id``; large outputs nobody reads are not kept."""
+    """Whether any node of the running graph reads output ``slot`` of ``node_id``."""
     if dynprompt is None:
         return True
     return any(

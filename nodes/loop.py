@@ -1,7 +1,8 @@
 """Many updates in one Queue.
 
-LoopEnd runs after each update. If another is due it frees the trees just used and expands into a copy of the loop's body and of
-itself. Every copy reads the run from the same policy wire, so no copy's inputs grow with the number of updates.
+LoopEnd runs after each update. If another is due it frees the trees just used and expands into a copy of the loop's
+body and of itself. Every copy reads the run from the same policy wire, so no copy's inputs grow with the number of
+updates.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class LoopStart(io.ComfyNode):
             node_id="TreeGRPOLoopStart",
             display_name="TreeGRPO Loop Start",
             category=CATEGORY,
-            description="Everything between this node and TreeGRPO Loop End runs once per update, within one Queue. Give its policy output to "
+            description="Everything between this node and TreeGRPO Loop End runs once per update, within one "
+            "Queue. Give its policy output to "
             "TreeGRPO Prompts, TreeSampler and LoRAUpdate.",
             inputs=[
                 PolicyType.Input("policy", tooltip="The run to train."),
@@ -159,8 +161,12 @@ class LoopEnd(io.ComfyNode):
             ],
             outputs=[
                 PolicyType.Output(display_name="POLICY", tooltip="The run after all updates, for TreeGRPOExport."),
-                TreeType.Output(display_name="TREE", tooltip="The trees of the last update (of a list of trees, the first)."),
-                LoraModelType.Output(display_name="LORA_MODEL", tooltip="For core's Save LoRA Weights and Load LoRA Model."),
+                TreeType.Output(
+                    display_name="TREE", tooltip="The trees of the last update (of a list of trees, the first)."
+                ),
+                LoraModelType.Output(
+                    display_name="LORA_MODEL", tooltip="For core's Save LoRA Weights and Load LoRA Model."
+                ),
                 LossMapType.Output(display_name="LOSS_MAP", tooltip="For core's Plot Loss Graph."),
             ],
             hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],

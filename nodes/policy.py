@@ -40,7 +40,9 @@ def open_run(patcher: Any, name: str, settings: RunSettings, if_run_exists: str)
         return live
     module = patcher.model.diffusion_model
     with host.outside_inference_mode():
-        if if_run_exists == "continue" or (if_run_exists == "continue or create" and (folder / "state.safetensors").exists()):
+        if if_run_exists == "continue" or (
+            if_run_exists == "continue or create" and (folder / "state.safetensors").exists()
+        ):
             run = Run.open(root, name, settings, module)
         else:
             start = read_adapter(_lora_path(settings.start_from)) if settings.start_from else None
@@ -52,7 +54,9 @@ def open_run(patcher: Any, name: str, settings: RunSettings, if_run_exists: str)
 def _lora_path(name: str) -> Path:
     path = folder_paths.get_full_path("loras", name)
     if path is None:
-        raise ValueError(f"start_from: {name!r} is not in the loras folders; refresh the page and choose a file that is there")
+        raise ValueError(
+            f"start_from: {name!r} is not in the loras folders; refresh the page and choose a file that is there"
+        )
     return Path(path)
 
 
@@ -65,14 +69,16 @@ class Policy(io.ComfyNode):
             node_id="TreeGRPOPolicy",
             display_name="TreeGRPO Policy",
             category=CATEGORY,
-            description="Puts the trainable LoRA of a run on a model. The run lives on disk under output/treegrpo and goes on at the next "
+            description="Puts the trainable LoRA of a run on a model. The run lives on disk under "
+            "output/treegrpo and goes on at the next "
             "Queue. The base model and every other branch of the graph stay untouched.",
             inputs=[
                 io.Model.Input("model", tooltip="The model to train. Its weights are never changed."),
                 io.String.Input(
                     "run_name",
                     default="my_run",
-                    tooltip="Name of the run (letters, digits, spaces, - and _). The same name continues, another one starts anew.",
+                    tooltip="Name of the run (letters, digits, spaces, - and _). The same name continues, "
+                    "another one starts anew.",
                 ),
                 io.Int.Input("rank", default=16, min=1, max=1024, tooltip="Rank of the LoRA. Fixed for a run."),
                 io.Float.Input(
@@ -116,7 +122,8 @@ class Policy(io.ComfyNode):
                     "start_from",
                     options=["none", *folder_paths.get_filename_list("loras")],
                     default="none",
-                    tooltip="LoRA file of this model family to start a new run from. 'none' starts from the base model.",
+                    tooltip="LoRA file of this model family to start a new run from. 'none' starts from the base "
+                    "model.",
                 ),
             ],
             outputs=[

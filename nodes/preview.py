@@ -23,7 +23,8 @@ class Preview(io.ComfyNode):
             node_id="TreeGRPOPreview",
             display_name="TreeGRPO Preview",
             category=CATEGORY,
-            description="Draws the tree: columns are the steps of the window and the leaves with their rewards; green edges have a positive "
+            description="Draws the tree: columns are the steps of the window and the leaves with their rewards; "
+            "green edges have a positive "
             "advantage, red a negative one. Inside a loop it is drawn anew for every update.",
             is_output_node=True,
             inputs=[
@@ -50,12 +51,17 @@ class BestLeaf(io.ComfyNode):
             node_id="TreeGRPOBestLeaf",
             display_name="TreeGRPO Best Leaf",
             category=CATEGORY,
-            description="The leaves with the highest reward of each prompt as LATENT, best first, for VAE Decode or any other node.",
+            description="The leaves with the highest reward of each prompt as LATENT, best first, for VAE Decode "
+            "or any other node.",
             inputs=[
                 TreeType.Input("tree", tooltip="Trees with rewards."),
                 io.Int.Input("count", default=1, min=1, max=4096, tooltip="Leaves per prompt."),
             ],
-            outputs=[io.Latent.Output(display_name="LATENT", tooltip="The best leaves: those of the first prompt, then the second, ...")],
+            outputs=[
+                io.Latent.Output(
+                    display_name="LATENT", tooltip="The best leaves: those of the first prompt, then the second, ..."
+                )
+            ],
         )
 
     @classmethod

@@ -28,12 +28,14 @@ class RewardModel(io.ComfyNode):
             node_id="TreeGRPORewardModel",
             display_name="TreeGRPO Reward Model",
             category=CATEGORY,
-            description="A reward from the registry. Chain several: each is standardised within its prompt's leaves before the weights apply.",
+            description="A reward from the registry. Chain several: each is standardised within its prompt's "
+            "leaves before the weights apply.",
             inputs=[
                 io.Combo.Input(
                     "name",
                     options=list(REWARDS),
-                    tooltip="text_image: picture fits the prompt (bundled model); jpeg: minus kilobytes at JPEG quality 95; "
+                    tooltip="text_image: picture fits the prompt (bundled model); jpeg: minus kilobytes at JPEG "
+                    "quality 95; "
                     "background_match, size_match: exact checks of the bundled model's prompts.",
                 ),
                 io.Float.Input(
@@ -42,7 +44,8 @@ class RewardModel(io.ComfyNode):
                     min=-100.0,
                     max=100.0,
                     step=0.05,
-                    tooltip="Weight of this reward's advantage. 0: only logged, never trained on (an evaluation reward).",
+                    tooltip="Weight of this reward's advantage. 0: only logged, never trained on (an evaluation "
+                    "reward).",
                 ),
                 RewardType.Input("previous", optional=True, tooltip="Other rewards to combine with."),
             ],
@@ -74,8 +77,12 @@ class RewardScorer(io.ComfyNode):
             ],
             outputs=[
                 TreeType.Output(display_name="TREE", tooltip="The trees with rewards, for TreeAdvantage."),
-                io.Image.Output(display_name="leaves", tooltip="All leaves: those of the first prompt, then the second, ..."),
-                io.Float.Output(display_name="rewards", is_output_list=True, tooltip="Weighted sum of the rewards of each leaf."),
+                io.Image.Output(
+                    display_name="leaves", tooltip="All leaves: those of the first prompt, then the second, ..."
+                ),
+                io.Float.Output(
+                    display_name="rewards", is_output_list=True, tooltip="Weighted sum of the rewards of each leaf."
+                ),
             ],
             hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
         )
@@ -114,7 +121,9 @@ def decode(tree: Tree, vae: Any) -> Tensor:
     if images.ndim == 5:
         images = images.flatten(0, 1)
     if len(images) != len(latents):
-        raise ValueError(f"vae: it made {len(images)} pictures of {len(latents)} leaves; connect the VAE that belongs to the model")
+        raise ValueError(
+            f"vae: it made {len(images)} pictures of {len(latents)} leaves; connect the VAE that belongs to the model"
+        )
     return images[..., :3].float().cpu()
 
 
@@ -140,8 +149,12 @@ class RewardFromFloats(io.ComfyNode):
             description="Takes one number per leaf from any other nodes, in the order of RewardScorer's leaves output.",
             is_input_list=True,
             inputs=[
-                TreeType.Input("tree", tooltip="The trees, scored or not; earlier rewards are replaced, pictures are kept."),
-                io.Float.Input("rewards", tooltip="One number per leaf, higher is better.", default=0.0, force_input=True),
+                TreeType.Input(
+                    "tree", tooltip="The trees, scored or not; earlier rewards are replaced, pictures are kept."
+                ),
+                io.Float.Input(
+                    "rewards", tooltip="One number per leaf, higher is better.", default=0.0, force_input=True
+                ),
             ],
             outputs=[TreeType.Output(display_name="TREE", tooltip="The trees with these rewards.")],
         )

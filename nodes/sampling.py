@@ -47,26 +47,52 @@ class TreePlan(io.ComfyNode):
             node_id="TreeGRPOPlan",
             display_name="TreeGRPO Plan",
             category=CATEGORY,
-            description="What every sampling step does, as a row of integers: 0 deterministic, k stochastic with k children per node. "
+            description="What every sampling step does, as a row of integers: 0 deterministic, k stochastic with "
+            "k children per node. "
             "TreeGRPO and its rivals are all such rows.",
             inputs=[
-                io.Combo.Input("preset", options=PRESETS, default="row", tooltip="A published method, or 'row' for your own integers."),
+                io.Combo.Input(
+                    "preset",
+                    options=PRESETS,
+                    default="row",
+                    tooltip="A published method, or 'row' for your own integers.",
+                ),
                 io.String.Input(
                     "row",
                     default="0 3 3 3 0 0 0 0 0 0",
                     tooltip="For 'row': one integer per sampling step; the last must be 0.",
                 ),
-                io.Int.Input("roots", default=1, min=1, max=1024, tooltip="For 'row': independent initial noises per prompt."),
-                io.Int.Input("steps", default=10, min=2, max=1000, tooltip="For presets: sampling steps, as many as the sigmas have."),
+                io.Int.Input(
+                    "roots", default=1, min=1, max=1024, tooltip="For 'row': independent initial noises per prompt."
+                ),
+                io.Int.Input(
+                    "steps",
+                    default=10,
+                    min=2,
+                    max=1000,
+                    tooltip="For presets: sampling steps, as many as the sigmas have.",
+                ),
                 io.Int.Input("group", default=12, min=2, max=4096, tooltip="For presets: images per prompt."),
-                io.Int.Input("window", default=4, min=1, max=1000, tooltip="For MixGRPO and Flow-GRPO-Fast: stochastic steps."),
-                io.Int.Input("start", default=0, min=0, max=1000, tooltip="For MixGRPO and Flow-GRPO-Fast: first stochastic step."),
+                io.Int.Input(
+                    "window", default=4, min=1, max=1000, tooltip="For MixGRPO and Flow-GRPO-Fast: stochastic steps."
+                ),
+                io.Int.Input(
+                    "start",
+                    default=0,
+                    min=0,
+                    max=1000,
+                    tooltip="For MixGRPO and Flow-GRPO-Fast: first stochastic step.",
+                ),
             ],
-            outputs=[PlanType.Output(display_name="TREE_PLAN", tooltip="For TreeSampler; replaces its window settings.")],
+            outputs=[
+                PlanType.Output(display_name="TREE_PLAN", tooltip="For TreeSampler; replaces its window settings.")
+            ],
         )
 
     @classmethod
-    def execute(cls, preset: str, row: str, roots: int, steps: int, group: int, window: int, start: int) -> io.NodeOutput:
+    def execute(
+        cls, preset: str, row: str, roots: int, steps: int, group: int, window: int, start: int
+    ) -> io.NodeOutput:
         return io.NodeOutput(preset_plan(preset, row, steps, group, window, start, roots))
 
 
@@ -92,22 +118,43 @@ class TreeSampler(io.ComfyNode):
             node_id="TreeSampler",
             display_name="Tree Sampler (TreeGRPO)",
             category=CATEGORY,
-            description="Samples a tree of images per prompt: shared noise and prefix, k-way branching in a window of stochastic steps, "
+            description="Samples a tree of images per prompt: shared noise and prefix, k-way branching in a "
+            "window of stochastic steps, "
             "deterministic to the leaves. Replaces SamplerCustomAdvanced in a training graph.",
             inputs=[
                 PolicyType.Input("policy", tooltip="The run that is trained."),
-                io.Guider.Input("guider", tooltip="CFGGuider, BasicGuider, ...: built on TreeGRPOPolicy's MODEL output."),
+                io.Guider.Input(
+                    "guider", tooltip="CFGGuider, BasicGuider, ...: built on TreeGRPOPolicy's MODEL output."
+                ),
                 io.Sigmas.Input("sigmas", tooltip="The noise schedule, ending at 0 (BasicScheduler with denoise 1)."),
-                io.Noise.Input("noise", tooltip="RandomNoise: its seed fixes the whole run together with the run's step."),
-                io.Latent.Input("latent", tooltip="An empty latent of the image size; batch size 1 serves all prompts."),
-                io.String.Input("prompts", multiline=True, dynamic_prompts=False, tooltip="The prompts the guider encodes, one per line."),
-                io.Int.Input("branching", default=3, min=0, max=64, tooltip="Children per node (k). k to the power of depth leaves."),
-                io.Int.Input("depth", default=3, min=0, max=64, tooltip="Branching steps, the width of the window (d)."),
+                io.Noise.Input(
+                    "noise", tooltip="RandomNoise: its seed fixes the whole run together with the run's step."
+                ),
+                io.Latent.Input(
+                    "latent", tooltip="An empty latent of the image size; batch size 1 serves all prompts."
+                ),
+                io.String.Input(
+                    "prompts",
+                    multiline=True,
+                    dynamic_prompts=False,
+                    tooltip="The prompts the guider encodes, one per line.",
+                ),
+                io.Int.Input(
+                    "branching",
+                    default=3,
+                    min=0,
+                    max=64,
+                    tooltip="Children per node (k). k to the power of depth leaves.",
+                ),
+                io.Int.Input(
+                    "depth", default=3, min=0, max=64, tooltip="Branching steps, the width of the window (d)."
+                ),
                 io.Combo.Input(
                     "window",
                     options=["random", "fixed", "shifting"],
                     default="random",
-                    tooltip="Where the window lies: drawn anew for every update, fixed, or moving on by one step per update.",
+                    tooltip="Where the window lies: drawn anew for every update, fixed, or moving on by one step "
+                    "per update.",
                 ),
                 io.Float.Input(
                     "r",
@@ -115,14 +162,22 @@ class TreeSampler(io.ComfyNode):
                     min=0.01,
                     max=0.99,
                     step=0.01,
-                    tooltip="For 'random': the start is step i with probability proportional to r^i. Lower trains layout, higher detail.",
+                    tooltip="For 'random': the start is step i with probability proportional to r^i. Lower "
+                    "trains layout, higher detail.",
                 ),
-                io.Int.Input("start", default=0, min=0, max=1000, tooltip="For 'fixed' and 'shifting': first step of the window, from 0."),
+                io.Int.Input(
+                    "start",
+                    default=0,
+                    min=0,
+                    max=1000,
+                    tooltip="For 'fixed' and 'shifting': first step of the window, from 0.",
+                ),
                 io.Combo.Input(
                     "kernel",
                     options=["auto", *KERNELS],
                     default="auto",
-                    tooltip="The stochastic step. 'auto': flow_sde for flow models, ancestral for eps and v-prediction.",
+                    tooltip="The stochastic step. 'auto': flow_sde for flow models, ancestral for eps and "
+                    "v-prediction.",
                 ),
                 io.Float.Input(
                     "eta",
@@ -130,9 +185,16 @@ class TreeSampler(io.ComfyNode):
                     min=0.0,
                     max=10.0,
                     step=0.01,
-                    tooltip="Strength of the stochastic steps' noise. 0: the kernel's usual value (flow_sde 0.7, ancestral 1).",
+                    tooltip="Strength of the stochastic steps' noise. 0: the kernel's usual value (flow_sde 0.7, "
+                    "ancestral 1).",
                 ),
-                io.Int.Input("max_batch", default=64, min=1, max=4096, tooltip="Most latents per model forward; lower it to save memory."),
+                io.Int.Input(
+                    "max_batch",
+                    default=64,
+                    min=1,
+                    max=4096,
+                    tooltip="Most latents per model forward; lower it to save memory.",
+                ),
                 PlanType.Input("plan", optional=True, tooltip="Replaces branching, depth, window, r and start."),
             ],
             outputs=[TreeType.Output(display_name="TREE", tooltip="The trees, for RewardScorer and the rest.")],
@@ -160,9 +222,13 @@ class TreeSampler(io.ComfyNode):
     ) -> io.NodeOutput:
         run, model = policy.run, guider.model_patcher
         if host.adapter_of(model) is not run.adapter:
-            raise ValueError("guider: it is not built on this run's model; connect TreeGRPOPolicy's MODEL output to the guider")
+            raise ValueError(
+                "guider: it is not built on this run's model; connect TreeGRPOPolicy's MODEL output to the guider"
+            )
         source = plan or Window(window, branching, depth, r, start)  # type: ignore[arg-type]
         schedule = tuple(float(sigma) for sigma in sigmas)
+        if len(schedule) < 3:
+            raise ValueError("sigmas: the schedule has fewer than 2 steps; give the scheduler more steps and denoise 1")
         this_plan = plan_for(source, len(schedule) - 1, run.iteration, noise.seed)
         check_schedule(schedule, this_plan)
         prediction = host.prediction_of(model.get_model_object("model_sampling"))
@@ -202,5 +268,7 @@ def _grown(tree: Tree, noise: Any, max_batch: int, node_id: str | None) -> Tree:
 
     growth = policy.open(work, train=False)
     if not torch.isfinite(growth.leaves).all():
-        raise ValueError("model: the leaves contain NaN or infinite values; lower eta or the guidance, or use another kernel")
+        raise ValueError(
+            "model: the leaves contain NaN or infinite values; lower eta or the guidance, or use another kernel"
+        )
     return timed(replace(tree, growth=growth), "rollout", time.perf_counter() - start)

@@ -96,8 +96,10 @@ def _load_clip() -> Any:
 
 
 def _load_vae() -> Any:
-    """Core's VAE object around our module: core detects only the architectures it knows, so it is built as the smallest of
-    those and given the module afterwards."""
+    """Core's VAE object around our module.
+
+    Core builds only the architectures it knows, so it is made as the smallest of those and given the module afterwards.
+    """
     vae = comfy.sd.VAE(sd=comfy.taesd.taesd.TAESD(latent_channels=16).state_dict(), dtype=torch.float32)
     module = TinyVAE().eval()
     module.load_state_dict(comfy.utils.load_torch_file(str(ASSETS / "vae.safetensors")))
@@ -116,7 +118,8 @@ class TinyModel(io.ComfyNode):
             node_id="TreeGRPOTinyModel",
             display_name="TreeGRPO Tiny Model",
             category=CATEGORY,
-            description="The bundled text-to-image model (64 x 64 pixels, SD3.5 type, prompts like 'small fox on blue'). It trains on a "
+            description="The bundled text-to-image model (64 x 64 pixels, SD3.5 type, prompts like 'small fox on "
+            "blue'). It trains on a "
             "CPU in minutes, for learning and trying things out.",
             inputs=[],
             outputs=[

@@ -19,7 +19,8 @@ from .types import CATEGORY, LoraModelType, LossMapType, PolicyType, TreeType
 def loss_map(run: Run) -> dict[str, list[float]]:
     """Core's LOSS_MAP: the loss of every update so far.
 
-    Core's plot divides by the curve's range, so a constant curve (one update, say) gets a last point that differs by a hair.
+    Core's plot divides by the curve's range, so a constant curve (one update, say) gets a last point that differs by
+    a hair.
     """
     losses = list(run.losses) or [0.0]
     if min(losses) == max(losses):
@@ -36,7 +37,8 @@ class LoRAUpdate(io.ComfyNode):
             node_id="LoRAUpdate",
             display_name="LoRA Update (TreeGRPO)",
             category=CATEGORY,
-            description="Trains the run's LoRA on the trees with GRPO's clipped objective: one forward per parent node trains all its children. "
+            description="Trains the run's LoRA on the trees with GRPO's clipped objective: one forward per "
+            "parent node trains all its children. "
             "The new state is on disk before this node is done.",
             is_input_list=True,
             is_output_node=True,
@@ -50,7 +52,8 @@ class LoRAUpdate(io.ComfyNode):
                     max=0.5,
                     step=1e-7,
                     round=False,
-                    tooltip="Clip range of the probability ratio. Tiny, since log-probabilities are means over the latent.",
+                    tooltip="Clip range of the probability ratio. Tiny, since log-probabilities are means over "
+                    "the latent.",
                 ),
                 io.Float.Input(
                     "kl",
@@ -62,9 +65,20 @@ class LoRAUpdate(io.ComfyNode):
                 ),
                 io.Int.Input("passes", default=1, min=1, max=100, tooltip="Optimizer steps on the same trees."),
                 io.Int.Input(
-                    "max_batch", default=64, min=1, max=4096, tooltip="Most latents per forward with gradient; lower it to save memory."
+                    "max_batch",
+                    default=64,
+                    min=1,
+                    max=4096,
+                    tooltip="Most latents per forward with gradient; lower it to save memory.",
                 ),
-                io.Float.Input("max_grad_norm", default=1.0, min=1e-6, max=1e6, step=0.01, tooltip="Gradients longer than this are shortened to it."),
+                io.Float.Input(
+                    "max_grad_norm",
+                    default=1.0,
+                    min=1e-6,
+                    max=1e6,
+                    step=0.01,
+                    tooltip="Gradients longer than this are shortened to it.",
+                ),
                 io.Float.Input(
                     "advantage_clip",
                     default=5.0,
@@ -76,7 +90,9 @@ class LoRAUpdate(io.ComfyNode):
             ],
             outputs=[
                 PolicyType.Output(display_name="POLICY", tooltip="The run, one step further."),
-                LoraModelType.Output(display_name="LORA_MODEL", tooltip="For core's Save LoRA Weights and Load LoRA Model."),
+                LoraModelType.Output(
+                    display_name="LORA_MODEL", tooltip="For core's Save LoRA Weights and Load LoRA Model."
+                ),
                 LossMapType.Output(display_name="LOSS_MAP", tooltip="For core's Plot Loss Graph."),
                 io.String.Output(display_name="metrics", tooltip="What happened, as JSON."),
             ],
@@ -99,7 +115,10 @@ class LoRAUpdate(io.ComfyNode):
         for one in tree:
             owner: Any = one.policy
             if owner.run is not run:
-                raise ValueError(f"tree: it was grown by run {owner.run.name!r}, the policy is run {run.name!r}; connect the same policy")
+                raise ValueError(
+                    f"tree: it was grown by run {owner.run.name!r}, the policy is run {run.name!r}; connect the "
+                    "same policy"
+                )
         settings = UpdateSettings(
             clip=clip[0],
             kl=kl[0],

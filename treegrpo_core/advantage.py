@@ -28,8 +28,9 @@ def standardise(values: Tensor) -> Tensor:
 def leaf_advantages(rewards: Tensor, weights: Sequence[float] | Tensor) -> Tensor:
     """Weighted sum over reward models of each model's standardised rewards.
 
-    rewards: (R, L, ...) for R reward models and the L leaves of one prompt group (trailing dimensions are further groups);
-    weights: R numbers. Returns (L, ...). Advantages are summed, not rewards, so the scale of a reward is irrelevant.
+    rewards: (R, L, ...) for R reward models and the L leaves of one prompt group (trailing dimensions are further
+    groups); weights: R numbers. Returns (L, ...). Advantages are summed, not rewards, so the scale of a reward is
+    irrelevant.
     Raises ValueError for fewer than two leaves, non-finite rewards or a wrong number of weights.
     """
     weights = torch.as_tensor(weights, dtype=torch.float32)
@@ -49,11 +50,13 @@ def leaf_advantages(rewards: Tensor, weights: Sequence[float] | Tensor) -> Tenso
 def back_up(
     leaf: Tensor, log_probs: Sequence[Tensor], branching: Sequence[int], *, estimator: Estimator = "softmax"
 ) -> list[Tensor]:
-    """Advantage of every edge, bottom-up (TreeGRPO): a parent edge gets the average of its child edges, weighted by
-    ``softmax`` of the siblings' log-probabilities at rollout, or plainly (``uniform``). One child: identity.
+    """Advantage of every edge, bottom-up (TreeGRPO).
 
-    leaf: (L, ...); log_probs[j]: (edges into level j + 1, ...), of the last level L edges; branching[j]: children per node of
-    stochastic step j. Returns a list with the shapes of log_probs.
+    A parent edge gets the average of its child edges, weighted by ``softmax`` of the siblings' log-probabilities at
+    rollout, or plainly (``uniform``). One child: identity.
+
+    leaf: (L, ...); log_probs[j]: (edges into level j + 1, ...), of the last level L edges; branching[j]: children
+    per node of stochastic step j. Returns a list with the shapes of log_probs.
     """
     if estimator not in ("softmax", "uniform"):
         raise ValueError(f"estimator {estimator!r} is unknown; use softmax or uniform")

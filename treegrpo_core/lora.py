@@ -68,7 +68,9 @@ def read_adapter(path: Path) -> dict[str, Tensor]:
     try:
         tensors = load_file(path)
     except SafetensorError as error:
-        raise ValueError(f"{path.name} is not a complete safetensors file ({error}); export or download it again") from None
+        raise ValueError(
+            f"{path.name} is not a complete safetensors file ({error}); export or download it again"
+        ) from None
     weights = {
         name[len(PREFIX) :]: value.float()
         for name, value in tensors.items()
@@ -76,7 +78,8 @@ def read_adapter(path: Path) -> dict[str, Tensor]:
     }
     if not weights:
         raise ValueError(
-            f"{path.name} holds no '{PREFIX}<layer>.lora_A.weight' keys; only LoRA files in ComfyUI's own key format can be "
+            f"{path.name} holds no '{PREFIX}<layer>.lora_A.weight' keys; only LoRA files in ComfyUI's own key "
+            "format can be "
             f"started from (first keys: {sorted(tensors)[:3]})"
         )
     return weights

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def clipped_surrogate(log_prob: Tensor, log_prob_old: Tensor, advantage: Tensor, clip: float) -> Tensor:
-    """PPO's clipped loss of each edge, ``-min(ratio A, clip(ratio, 1 - clip, 1 + clip) A)``: (E,) each, to be minimised.
+    """PPO's clipped loss of each edge, ``-min(ratio A, clip(ratio, 1 - clip, 1 + clip) A)``, to be minimised: (E,).
 
     Log-probabilities are averaged over latent dimensions, so ratios lie within about 1e-3 of 1 and clip is about 1e-4.
     """

@@ -92,4 +92,6 @@ def _draw_leaves(
             image.paste(picture, (x, round(y - picture.height / 2)))
         if rewards is not None:
             colour = GOOD if leaf == best else INK
-            draw.text((x + small + 8, y - 8), f"{float(rewards[leaf]):.4g}" + (" best" if leaf == best else ""), colour, font)
+            draw.text(
+                (x + small + 8, y - 8), f"{float(rewards[leaf]):.4g}" + (" best" if leaf == best else ""), colour, font
+            )

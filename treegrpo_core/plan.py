@@ -1,7 +1,8 @@
 """A plan is a row of integers: what each step of a denoising schedule does.
 
-0 is a deterministic step, ``k >= 1`` a stochastic step with k children per node. TreeGRPO and every flat rival are plans,
-so one sampler and one update run them all. The last step ends at sigma 0, where no noise is left: it is always 0.
+0 is a deterministic step, ``k >= 1`` a stochastic step with k children per node. TreeGRPO and every flat rival are
+plans, so one sampler and one update run them all. The last step ends at sigma 0, where no noise is left: it is
+always 0.
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ def branch_grpo_plan(num_steps: int, splits: tuple[int, ...] = (0, 3, 6), branch
 
 
 def flow_grpo_fast_plan(num_steps: int, group: int, start: int = 2, window: int = 2) -> Plan:
-    """Flow-GRPO-Fast: one deterministic trajectory that splits into ``group`` at ``start``, stochastic for ``window`` steps."""
+    """Flow-GRPO-Fast: one trajectory that splits into ``group`` at ``start`` and is stochastic for ``window`` steps."""
     _check_window(num_steps, window, start)
     return Plan((0,) * start + (group,) + (1,) * (window - 1) + (0,) * (num_steps - start - window))
 

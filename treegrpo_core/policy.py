@@ -1,7 +1,7 @@
 """What is trained: a denoiser with an adapter.
 
-A denoiser is a callable ``(x, sigma) -> denoised`` with conditioning and guidance bound in, as in k-diffusion. The adapter is
-peft's LoRA, kept beside the model and put into its layers only while the policy is in use.
+A denoiser is a callable ``(x, sigma) -> denoised`` with conditioning and guidance bound in, as in k-diffusion. The
+adapter is peft's LoRA, kept beside the model and put into its layers only while the policy is in use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ T = TypeVar("T")
 
 
 class Denoiser(Protocol):
-    """(B, *latent) at noise level ``sigma`` -> the model's clean prediction, (B, *latent). B is a multiple of the prompts."""
+    """(B, *latent) at noise level ``sigma`` -> the model's clean prediction, (B, *latent).
+
+    B is a multiple of the prompts.
+    """
 
     def __call__(self, x: Tensor, sigma: float) -> Tensor: ...
 
@@ -42,7 +45,10 @@ TARGETS: dict[str, str] = {
     "attention+mlp": r".*(attn|attention|mlp|ff|feed_forward|feedforward|transformer_blocks).*",
     "all linear": r".*",
 }
-"""Presets of layers to adapt, as patterns over the names of a model's linear layers. Any other text is a pattern itself."""
+"""Presets of layers to adapt, as patterns over the names of a model's linear layers.
+
+Any other text is a pattern itself.
+"""
 
 
 def target_layers(module: nn.Module, targets: str) -> dict[str, nn.Linear]:
@@ -65,8 +71,8 @@ def target_layers(module: nn.Module, targets: str) -> dict[str, nn.Linear]:
 class Adapter:
     """LoRA layers for the linear layers of one model, owned by the run and not by the model.
 
-    :meth:`put_in` and :meth:`take_out` exchange the model's layers for adapted ones and back. The model's own weights are never
-    changed, and a model without the adapter put in is exactly as before.
+    :meth:`put_in` and :meth:`take_out` exchange the model's layers for adapted ones and back. The model's own
+    weights are never changed, and a model without the adapter put in is exactly as before.
     """
 
     def __init__(self, module: nn.Module, *, rank: int, alpha: float, targets: str, seed: int) -> None:
@@ -163,7 +169,9 @@ class Adapter:
 
     def norm(self) -> float:
         """Root of the sum of squares of all B: how far the policy has moved from the base model (0 at the start)."""
-        total = sum(float(p.detach().square().sum()) for name, p in self.named_parameters().items() if ".lora_B." in name)
+        total = sum(
+            float(p.detach().square().sum()) for name, p in self.named_parameters().items() if ".lora_B." in name
+        )
         return math.sqrt(total)
 
 

@@ -1,6 +1,7 @@
 """A run on disk: one atomic state file (adapter, optimizer, iteration, settings) and a log of metrics.
 
-State lives here, by name, and never in a node's output: queue again, restart the program, and the run goes on bit for bit.
+State lives here, by name, and never in a node's output: queue again, restart the program, and the run goes on bit
+for bit.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def check_name(name: str) -> str:
     """A run's or file's name without folders. ValueError says what is wrong with any other."""
     if not _NAME.fullmatch(name) or ".." in name or name.endswith((" ", ".")):
         raise ValueError(
-            f"name {name!r} is not allowed: use letters, digits, spaces, '-', '_' and single dots, starting with a letter or "
+            f"name {name!r} is not allowed: use letters, digits, spaces, '-', '_' and single dots, starting with "
+            "a letter or "
             "digit, at most 100 characters, no folders and no '..'"
         )
     return name
@@ -91,10 +93,15 @@ class Run:
 
     @classmethod
     def open(cls, root: Path, name: str, settings: RunSettings, module: nn.Module) -> Run:
-        """Continue run ``name``. ValueError if there is none or it was started with other settings; nothing is changed then."""
+        """Continue run ``name``.
+
+        ValueError if there is none or it was started with other settings; nothing is changed then.
+        """
         folder = root / check_name(name)
         if not (folder / STATE).exists():
-            raise ValueError(f"run {name!r} is not known in {root}; known runs: {', '.join(known_runs(root)) or 'none'}")
+            raise ValueError(
+                f"run {name!r} is not known in {root}; known runs: {', '.join(known_runs(root)) or 'none'}"
+            )
         cls._check_settings(name, _read_metadata(folder / STATE)["settings"], settings)
         run = cls(folder, settings, _adapter(settings, module))
         run.reload()
@@ -109,7 +116,8 @@ class Run:
                 differing.append(what)
         if differing:
             raise ValueError(
-                f"run {name!r} was started with {'; '.join(differing)}. Set it back as it was, or choose another run name "
+                f"run {name!r} was started with {'; '.join(differing)}. Set it back as it was, or choose another "
+                "run name "
                 "to start a new run; this run was left as it is"
             )
 
@@ -208,7 +216,7 @@ def _read_metadata(path: Path) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, write: Callable[[str], None]) -> None:
-    """Call ``write(temporary path)`` beside ``path`` and move the finished file into place, or leave everything as it was."""
+    """Call ``write(temporary path)`` and move the finished file to ``path``, or leave everything as it was."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         write(str(temporary))

@@ -31,7 +31,9 @@ def edge_noise(shape: Sequence[int], seed: int, prompt: int, path: Sequence[int]
     return torch.randn(tuple(shape), generator=generator)
 
 
-def level_noise(latent: Sequence[int], seed: int, prompts: Sequence[int], branching: Sequence[int], nodes: int) -> Tensor:
+def level_noise(
+    latent: Sequence[int], seed: int, prompts: Sequence[int], branching: Sequence[int], nodes: int
+) -> Tensor:
     """The noises of all edges into a level of ``nodes`` nodes: (nodes, P, *latent) float32 on the CPU."""
     rows = [
         torch.stack([edge_noise(latent, seed, prompt, node_path(node, branching)) for prompt in prompts])
@@ -54,9 +56,10 @@ def grow(
 ) -> Growth:
     """Sample the trees of all prompts as one frontier.
 
-    roots: (R, P, *latent), noised latents at ``sigmas[0]`` in storage dtype; sigmas: T + 1 decreasing noise levels, the last 0;
-    prompts: P keys of the prompts in the noise's seed (default 0 .. P - 1). The result is the same for every ``max_batch``:
-    bitwise where the model computes each row of a batch alike, else within the model's own float tolerance.
+    roots: (R, P, *latent), noised latents at ``sigmas[0]`` in storage dtype; sigmas: T + 1 decreasing noise levels,
+    the last 0; prompts: P keys of the prompts in the noise's seed (default 0 .. P - 1). The result is the same for
+    every ``max_batch``: bitwise where the model computes each row of a batch alike, else within the model's own float
+    tolerance.
     """
     check_schedule(sigmas, plan)
     if roots.shape[0] != plan.roots:
@@ -93,7 +96,9 @@ def check_schedule(sigmas: Sequence[float], plan: Plan) -> None:
     if len(sigmas) != len(plan.steps) + 1:
         raise ValueError(f"the plan '{plan}' has {len(plan.steps)} steps, but the sigmas have {len(sigmas) - 1}")
     if sigmas[-1] != 0:
-        raise ValueError(f"the last sigma is {sigmas[-1]}; the schedule must end at 0 (use the whole schedule, denoise 1)")
+        raise ValueError(
+            f"the last sigma is {sigmas[-1]}; the schedule must end at 0 (use the whole schedule, denoise 1)"
+        )
     for index in range(len(sigmas) - 1):
         if not sigmas[index] > sigmas[index + 1]:
             raise ValueError(f"sigma {index} is {sigmas[index]} and the next {sigmas[index + 1]}; sigmas must fall")

@@ -17,7 +17,10 @@ from .transition import moments, step
 from .tree import Level, Tree, split_nodes
 
 REPLAY_TOLERANCE = 0.01
-"""Largest |log ratio| a fresh tree may show. Rounding stays below 1e-3; more means rollout and update see different models."""
+"""Largest |log ratio| a fresh tree may show.
+
+Rounding stays below 1e-3; more means rollout and update see different models.
+"""
 
 
 class UpdateSettings(BaseModel):
@@ -73,7 +76,7 @@ class Metrics(BaseModel):
     """Optimizer steps left out because the gradient was not finite."""
     nfe_sample: int
     nfe_train: int
-    """Model forwards spent (guidance passes not counted), all prompts together; reference forwards of the KL not included."""
+    """Model forwards of all prompts; guidance passes and the reference forwards of the KL are not counted."""
     seconds: float
     stages: dict[str, float]
     window: list[int]
@@ -92,9 +95,10 @@ def update(
 
     ``iteration`` is the number of this update in its run; trees grown at another one are stale and train off-policy.
 
-    Every parent node costs one forward and one backward, whatever its number of children. Trees without any advantage (all
-    rewards equal) carry no signal: without a KL term nothing is computed and no weight changes. A step whose gradient is not
-    finite is left out and counted. Raises RuntimeError if replaying a fresh tree does not reproduce its log-probabilities.
+    Every parent node costs one forward and one backward, whatever its number of children. Trees without any
+    advantage (all rewards equal) carry no signal: without a KL term nothing is computed and no weight changes. A
+    step whose gradient is not finite is left out and counted. Raises RuntimeError if replaying a fresh tree does not
+    reproduce its log-probabilities.
     """
     if not trees:
         raise ValueError("no tree to train on; connect at least one tree")
@@ -208,8 +212,10 @@ def _divergence(tree: Tree, level: Level, x: Tensor, denoised: Tensor, reference
 def _check_replay(tally: Tally) -> None:
     if tally.max_log_ratio > REPLAY_TOLERANCE and math.isfinite(tally.max_log_ratio):
         raise RuntimeError(
-            f"replaying a fresh tree gives log-ratios up to {tally.max_log_ratio:.2e}, far from 0: the update does not see "
-            "the model, guidance or conditioning that grew the tree. Queue again so that TreeSampler grows a new tree, and give "
+            f"replaying a fresh tree gives log-ratios up to {tally.max_log_ratio:.2e}, far from 0: the update "
+            "does not see "
+            "the model, guidance or conditioning that grew the tree. Queue again so that TreeSampler grows a new "
+            "tree, and give "
             "TreeSampler the guider that is built on TreeGRPOPolicy's model output."
         )
 

@@ -1,8 +1,8 @@
 """Denoising steps as Gaussians: one function draws a child in the rollout and scores it in the update.
 
 Notation of k-diffusion: ``x`` is the noisy latent at noise level ``sigma``, ``denoised`` the model's prediction of the
-clean latent, ``d = (x - denoised) / sigma`` the direction of the probability-flow ODE. In a rectified flow d is the velocity,
-in an eps- or v-prediction model the noise, so one formula serves both.
+clean latent, ``d = (x - denoised) / sigma`` the direction of the probability-flow ODE. In a rectified flow d is the
+velocity, in an eps- or v-prediction model the noise, so one formula serves both.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ Prediction = Literal["flow", "eps"]
 
 @dataclass(frozen=True)
 class Transition:
-    """N edges: ``child`` (N, *latent) in the dtype of x; ``mean`` (N, *latent) float32; ``std`` in the same units, a
-    float shared by all; ``log_prob`` (N,) float32, averaged over latent dimensions."""
+    """N edges.
+
+    child: (N, *latent) in the dtype of x; mean: (N, *latent) float32; std: in the same units, one number for all;
+    log_prob: (N,) float32, averaged over latent dimensions.
+    """
 
     child: Tensor
     mean: Tensor
@@ -69,7 +72,7 @@ def _ancestral(x: Tensor, denoised: Tensor, sigma: float, sigma_next: float, eta
 
 @dataclass(frozen=True)
 class Kernel:
-    """``moments(x, denoised, sigma, sigma_next, eta) -> (mean, std)``, the model family it is valid for, its usual eta."""
+    """``moments(x, denoised, sigma, sigma_next, eta) -> (mean, std)``, the models it is valid for, its usual eta."""
 
     moments: Callable[[Tensor, Tensor, float, float, float], tuple[Tensor, float]]
     prediction: Prediction
@@ -87,7 +90,10 @@ DEFAULT_KERNEL: dict[Prediction, str] = {"flow": "flow_sde", "eps": "ancestral"}
 
 
 def choose_kernel(name: str, prediction: Prediction) -> str:
-    """``name``, or the family's default for "auto". ValueError if the kernel does not fit the model's prediction type."""
+    """``name``, or the family's default for "auto".
+
+    ValueError if the kernel does not fit the model's prediction type.
+    """
     if name == "auto":
         return DEFAULT_KERNEL[prediction]
     if name not in KERNELS:
@@ -124,8 +130,9 @@ def step(
 ) -> Transition:
     """One stochastic step of N nodes: draw children from ``noise``, or score the given ``child``.
 
-    x, denoised, noise, child: (N, *latent). All arithmetic is float32. A drawn child is rounded to the dtype of x *before* it
-    is scored, so that scoring the stored child again gives the very same log-probability. Exactly one of noise and child.
+    x, denoised, noise, child: (N, *latent). All arithmetic is float32. A drawn child is rounded to the dtype of x
+    *before* it is scored, so that scoring the stored child again gives the very same log-probability. Exactly one of
+    noise and child.
     """
     if (noise is None) == (child is None):
         raise ValueError("give exactly one of noise (draw a child) and child (score one)")
@@ -137,6 +144,6 @@ def step(
 
 
 def log_probability(child: Tensor, mean: Tensor, std: float) -> Tensor:
-    """Gaussian log-density of N children, averaged over latent dimensions (a convention of every public system): (N,)."""
+    """Gaussian log-density of N children, averaged over latent dimensions (as every public system does): (N,)."""
     density = -((child.float() - mean) ** 2) / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)
     return density.flatten(1).mean(1)

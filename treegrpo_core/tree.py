@@ -1,7 +1,8 @@
 """The tree as arrays, level by level: no node objects, no pointers.
 
-A tree is really a forest: P prompts times R roots, grown together. Every level is one tensor ``(N, P, *latent)`` with the
-nodes outside and the prompts inside; the children of node n are ``n * k .. n * k + k - 1``, so backing up is a reshape.
+A tree is really a forest: P prompts times R roots, grown together. Every level is one tensor ``(N, P, *latent)``
+with the nodes outside and the prompts inside; the children of node n are ``n * k .. n * k + k - 1``, so backing up
+is a reshape.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 class Level:
     """The edges of one stochastic step.
 
-    parents: (N, P, *latent); children: (N * k, P, *latent), both in storage dtype; log_prob: (N * k, P) float32, of the policy
-    that drew them.
+    parents: (N, P, *latent); children: (N * k, P, *latent), both in storage dtype; log_prob: (N * k, P) float32, of
+    the policy that drew them.
     """
 
     step: int
@@ -37,10 +38,11 @@ class Level:
 
 @dataclass
 class Growth:
-    """What sampling produced: the levels, the leaves (L, P, *latent) and the model forwards per prompt it took; later also
-    thumbnails (L, P, h, w, 3) uint8 of the decoded leaves.
+    """What sampling produced.
 
-    Shared by all stages of one tree, so that memory is released wherever the tree is still referred to.
+    leaves: (L, P, *latent); forwards: model forwards per prompt it took; thumbnails: (L, P, h, w, 3) uint8, of the
+    decoded leaves once they are scored. Shared by all stages of one tree, so that memory is released wherever the
+    tree is still referred to.
     """
 
     levels: list[Level]
@@ -94,7 +96,8 @@ class Tree:
         """(L, P, *latent) in the space the denoiser works in. ValueError if the tree was freed."""
         if not self.growth.levels:
             raise ValueError(
-                "this tree's latents were freed after its update; connect TreeGRPOLoopEnd's tree output, which keeps the "
+                "this tree's latents were freed after its update; connect TreeGRPOLoopEnd's tree output, which "
+                "keeps the "
                 "last one, or read the tree before LoRAUpdate's loop goes on"
             )
         return self.growth.leaves
@@ -108,7 +111,8 @@ class Tree:
         if bad:
             reward, leaf, prompt = bad[0]
             raise ValueError(
-                f"rewards: {rewards.names[reward]} of leaf {leaf} of prompt {prompt} is {float(rewards.values[reward, leaf, prompt])}; "
+                f"rewards: {rewards.names[reward]} of leaf {leaf} of prompt {prompt} is "
+                f"{float(rewards.values[reward, leaf, prompt])}; "
                 "every reward must be a finite number"
             )
         return replace(self, rewards=rewards, advantages=None)
@@ -147,7 +151,8 @@ def by_leaf(values: Tensor, prompts: int) -> Tensor:
 def map_nodes(function: Callable[[Tensor], Tensor], nodes: Tensor, max_batch: int) -> Tensor:
     """Apply ``function`` (rows in, rows out) to (N, P, ...) in micro-batches of at most ``max_batch`` rows.
 
-    A micro-batch holds whole nodes, node outer and prompt inner, because a host tiles P rows of conditioning along the batch.
+    A micro-batch holds whole nodes, node outer and prompt inner, because a host tiles P rows of conditioning along
+    the batch.
     """
     parts = [function(part.flatten(0, 1)).unflatten(0, part.shape[:2]) for part in split_nodes(nodes, max_batch)]
     return torch.cat(parts)

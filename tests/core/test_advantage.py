@@ -69,7 +69,10 @@ def test_standardised_values_have_mean_zero_and_std_one():
     values = standardise(torch.randn(27, 5) * 7 + 3)
     assert values.mean(0).abs().max() < 1e-6
     assert torch.allclose(values.std(0, correction=0), torch.ones(5), atol=1e-5)
-    assert all(torch.allclose(level.std(0, correction=0), torch.ones(5), atol=1e-5) for level in normalise_per_depth([values * 3]))
+    assert all(
+        torch.allclose(level.std(0, correction=0), torch.ones(5), atol=1e-5)
+        for level in normalise_per_depth([values * 3])
+    )
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,9 @@ def test_the_adapter_fits_another_instance_of_the_same_model():
 
 
 def test_the_seed_fixes_the_initial_weights():
-    a, b, c = (Adapter(ToyModel(), rank=2, alpha=2.0, targets="attention", seed=seed).state_dict() for seed in (1, 1, 2))
+    a, b, c = (
+        Adapter(ToyModel(), rank=2, alpha=2.0, targets="attention", seed=seed).state_dict() for seed in (1, 1, 2)
+    )
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert any(not torch.equal(a[name], c[name]) for name in a)
 
@@ -83,7 +85,11 @@ def test_a_state_that_does_not_fit_changes_nothing():
     adapter = moved_adapter(ToyModel())
     before = adapter.state_dict()
     wrong_rank = moved_adapter(ToyModel(), rank=3).state_dict()
-    for state, names in ((wrong_rank, r"shape \(3, 16\).*rank 2"), ({}, "missing"), ({**before, "x": before["attn.proj.lora_A.weight"]}, "unexpected")):
+    for state, names in (
+        (wrong_rank, r"shape \(3, 16\).*rank 2"),
+        ({}, "missing"),
+        ({**before, "x": before["attn.proj.lora_A.weight"]}, "unexpected"),
+    ):
         with pytest.raises(ValueError, match=names):
             adapter.load_state_dict(state)
     assert all(torch.equal(before[name], value) for name, value in adapter.state_dict().items())

@@ -77,7 +77,9 @@ def test_unknown_and_existing_names(tmp_path):
     assert known_runs(tmp_path) == ["first"]
 
 
-@pytest.mark.parametrize("name", ["..", "a/../b", "../x", "a/b", "a\\b", "", " x", "x ", "x.", ".hidden", "C:x", "a\0b", "x" * 101])
+@pytest.mark.parametrize(
+    "name", ["..", "a/../b", "../x", "a/b", "a\\b", "", " x", "x ", "x.", ".hidden", "C:x", "a\0b", "x" * 101]
+)
 def test_names_stay_inside_their_folder(name):
     with pytest.raises(ValueError, match="is not allowed"):
         check_name(name)

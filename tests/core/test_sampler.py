@@ -12,7 +12,12 @@ from treegrpo_core.plan import Plan, flow_grpo_plan, tree_plan
 from treegrpo_core.sampler import edge_noise, grow, node_path
 from treegrpo_core.tree import by_leaf, by_prompt
 
-PLANS = [tree_plan(10, 3, 3, 0), tree_plan(10, 2, 2, 4), flow_grpo_plan(10, 5), Plan.parse("2 1 1 2 1 1 2 1 1 0", roots=2)]
+PLANS = [
+    tree_plan(10, 3, 3, 0),
+    tree_plan(10, 2, 2, 4),
+    flow_grpo_plan(10, 5),
+    Plan.parse("2 1 1 2 1 1 2 1 1 0", roots=2),
+]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)

@@ -206,7 +206,9 @@ def test_surrogate_by_hand():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"clip": 0}, {"kl": -1}, {"passes": 0}, {"max_batch": 0}, {"clipping": 1e-4}], ids=lambda bad: next(iter(bad))
+    "bad",
+    [{"clip": 0}, {"kl": -1}, {"passes": 0}, {"max_batch": 0}, {"clipping": 1e-4}],
+    ids=lambda bad: next(iter(bad)),
 )
 def test_bad_settings_are_refused_by_name(bad):
     with pytest.raises(ValidationError, match=next(iter(bad))):

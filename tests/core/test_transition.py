@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -35,7 +36,7 @@ def final_error(kernel: str, steps: int) -> float:
     generator = torch.Generator().manual_seed(0)
     sigmas = schedule(kernel, steps)
     x = torch.randn(100_000, 1, generator=generator) * marginal_std(kernel, sigmas[0])
-    for sigma, sigma_next in zip(sigmas[:-1], sigmas[1:], strict=True):
+    for sigma, sigma_next in itertools.pairwise(sigmas):
         noise = torch.randn(x.shape, generator=generator)
         denoised = gaussian_denoiser(kernel, x, sigma)
         x = step(kernel, x, denoised, sigma, sigma_next, eta=KERNELS[kernel].default_eta, noise=noise).child

@@ -53,7 +53,9 @@ def training(graph: Graph, run_name: str, *, iterations: int | None = None) -> T
         if_run_exists="continue or create",
         start_from="none",
     )
-    start = graph.add("TreeGRPOLoopStart", policy=policy[0], iterations=iterations, max_minutes=0.0) if iterations else None
+    start = (
+        graph.add("TreeGRPOLoopStart", policy=policy[0], iterations=iterations, max_minutes=0.0) if iterations else None
+    )
     run = start[1] if start else policy[0]
     prompts = graph.add("TreeGRPOPrompts", text="\n".join(PROMPTS), prompts_per_step=2, seed=0, policy=run)
     encode = graph.add("TreeGRPOEncode", clip=model[1], prompts=prompts[0])
@@ -94,7 +96,22 @@ def training(graph: Graph, run_name: str, *, iterations: int | None = None) -> T
     )
     end = graph.add("TreeGRPOLoopEnd", loop=start[0], policy=update[0], tree=advantage[0]) if start else None
     return Training(
-        graph, model, policy, start, prompts, encode, guider, sigmas, noise, latent, sampler, reward, scorer, advantage, update, end
+        graph,
+        model,
+        policy,
+        start,
+        prompts,
+        encode,
+        guider,
+        sigmas,
+        noise,
+        latent,
+        sampler,
+        reward,
+        scorer,
+        advantage,
+        update,
+        end,
     )
 
 

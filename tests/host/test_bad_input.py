@@ -26,8 +26,13 @@ CASES = {
     "one leaf per group": ("sampler", {"branching": 1}, "TreeSampler", "1 leaf per prompt"),
     "depth longer than the schedule": ("sampler", {"depth": 6}, "TreeSampler", "depth is 6"),
     "window that reaches the last step": ("sampler", {"start": 4}, "TreeSampler", "start is 4"),
-    "kernel that does not fit": ("sampler", {"kernel": "ancestral"}, "TreeSampler", "'ancestral' does not fit this model"),
-    "schedule that does not end at 0": ("sigmas", {"denoise": 0.0}, "TreeSampler", "sigma"),
+    "kernel that does not fit": (
+        "sampler",
+        {"kernel": "ancestral"},
+        "TreeSampler",
+        "'ancestral' does not fit this model",
+    ),
+    "schedule that does not end at 0": ("sigmas", {"denoise": 0.0}, "TreeSampler", "sigmas: the schedule has fewer"),
     "batch smaller than the prompts": ("sampler", {"max_batch": 1}, "TreeSampler", "max_batch is 1, but 2 prompts"),
     "prompts of another number": ("sampler", {"prompts": "a\nb\nc"}, "TreeSampler", "3 lines, but .* 2 rows"),
     "latent batch": ("latent", {"batch_size": 3}, "TreeSampler", "batch size is 3, but there are 2 prompts"),
@@ -104,11 +109,14 @@ def test_steps_in_the_wrong_order(comfy, nodes):
 
 
 def test_latents_of_another_model_family(comfy, nodes):
-    four_channels = nodes.graph.add("EmptyLatentImage", width=64, height=64, batch_size=1)
-    comfy.run(nodes.set("latent").graph)
-    noisy = nodes.graph.add("LatentBatch", samples1=four_channels[0], samples2=four_channels[0])
-    with pytest.raises(ExecutionError, match="batch size|channels"):
-        comfy.run(nodes.set("sampler", latent=noisy[0], prompts="a").graph)
+    """An empty latent is fitted to the model, as everywhere in ComfyUI; a filled one of another family is refused."""
+    empty = nodes.graph.add("EmptyLatentImage", width=64, height=64, batch_size=1)
+    comfy.run(nodes.set("sampler", latent=empty[0]).graph)
+    filled = nodes.graph.add(
+        "AddNoise", model=nodes.model[0], noise=nodes.noise[0], sigmas=nodes.sigmas[0], latent_image=empty[0]
+    )
+    with pytest.raises(ExecutionError, match="latent: it has 4 channels, this model works with 16"):
+        comfy.run(nodes.set("sampler", latent=filled[0]).graph)
 
 
 @pytest.mark.parametrize("name", ["../evil", "a/b", ""])

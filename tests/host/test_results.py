@@ -23,7 +23,9 @@ def trained(comfy, graph, run_name):
     comfy.run(graph)
     looking = Graph()
     tiny = looking.add("TreeGRPOTinyModel")
-    policy = looking.add("TreeGRPOPolicy", **{**graph.inputs(nodes.policy), "model": tiny[0], "if_run_exists": "continue"})
+    policy = looking.add(
+        "TreeGRPOPolicy", **{**graph.inputs(nodes.policy), "model": tiny[0], "if_run_exists": "continue"}
+    )
     live, base = ordinary_image(looking, tiny, policy[1]), ordinary_image(looking, tiny, tiny[0])
     outputs = comfy.run(looking)
     return nodes, comfy.images(outputs[live]), comfy.images(outputs[base])

@@ -158,7 +158,10 @@ def test_prompts_in_one_batch_equal_prompts_one_by_one(comfy, graph):
     encode = graph.add("TreeGRPOEncode", clip=tiny[1], prompts="\n".join(PROMPTS[:1]))
     together = graph.add("TreeGRPOPrompts", text="\n".join(PROMPTS), prompts_per_step=2, seed=0)
     graph.inputs(encode)["prompts"] = together[0]
-    noise, latent = graph.add("RandomNoise", noise_seed=1), graph.add("EmptySD3LatentImage", width=64, height=64, batch_size=2)
+    noise, latent = (
+        graph.add("RandomNoise", noise_seed=1),
+        graph.add("EmptySD3LatentImage", width=64, height=64, batch_size=2),
+    )
     sampler = graph.add("KSamplerSelect", sampler_name="euler")
     sigmas = graph.add("BasicScheduler", model=tiny[0], scheduler="simple", steps=6, denoise=1.0)
 

@@ -9,12 +9,12 @@ import argparse
 
 import numpy as np
 import torch
-from pack_assets import ASSETS
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
-from train_denoiser import SCALE, SHIFT, Trained, tokens
 
+from pack_assets import ASSETS
+from train_denoiser import SCALE, SHIFT, Trained, tokens
 from treegrpo_core.bundled.captions import COLOURS, THINGS, Caption
 from treegrpo_core.bundled.vae import TinyVAE
 

@@ -1,4 +1,4 @@
-"""COMFYUI_PATH=... python pack_assets.py --vae vae.safetensors --denoiser denoiser.pt
+"""python pack_assets.py --vae vae.safetensors --denoiser denoiser.pt
 
 Writes the trained parts into assets/ in half precision, in the key formats ComfyUI's own loaders expect.
 """
@@ -26,7 +26,7 @@ def main() -> None:
     args = parser.parse_args()
     ASSETS.mkdir(exist_ok=True)
     state = torch.load(args.denoiser, weights_only=True)
-    source = {"format": "pt", "source": "Noto emoji (Apache-2.0), see assets/README.md"}
+    source = {"format": "pt", "source": "Noto Emoji (Apache-2.0) and Twemoji (CC-BY 4.0), see assets/README.md"}
     save_file(part(state, "denoiser."), ASSETS / "denoiser.safetensors", source)
     save_file(part(state, "text."), ASSETS / "text_encoder.safetensors", source)
     save_file({name: value.half() for name, value in load_file(args.vae).items()}, ASSETS / "vae.safetensors", source)

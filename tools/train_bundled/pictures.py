@@ -26,8 +26,7 @@ def emoji(style: str) -> dict[str, Image.Image]:
     folder = Path(os.environ["EMOJI"]) / f"emoji-datasource-{style}"
     index = {entry["short_name"]: entry["image"] for entry in json.loads((folder / "emoji.json").read_text())}
     return {
-        thing: Image.open(folder / "img" / style / "64" / index[name]).convert("RGBA")
-        for thing, name in THINGS.items()
+        thing: Image.open(folder / "img" / style / "64" / index[name]).convert("RGBA") for thing, name in THINGS.items()
     }
 
 

@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 
 import torch
-from pictures import dataset, tokens
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
+from pictures import dataset, tokens
 from treegrpo_core.bundled.captions import MAX_TOKENS, VOCABULARY
 from treegrpo_core.bundled.vae import SCALE, SHIFT, TinyVAE
 
@@ -135,7 +135,9 @@ def main() -> None:
     model = Trained()
     average = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.2e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, latent std {pool.std():.3f}", flush=True)
+    print(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, latent std {pool.std():.3f}", flush=True
+    )
 
     start, step, recent = time.time(), 0, []
     while (elapsed := time.time() - start) < args.seconds:

@@ -1,6 +1,7 @@
 """EMOJI=... python train_vae.py --seconds 900 --output vae.safetensors
 
-Trains the VAE on both drawing styles (L1 + gradient loss + a trace of KL) and stores the latents' mean and deviation in it.
+Trains the VAE on both drawing styles (L1 + gradient loss + a trace of KL) and stores the latents' mean and deviation
+in it.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ import argparse
 import time
 
 import torch
-from pictures import dataset
 from safetensors.torch import save_file
 
+from pictures import dataset
 from treegrpo_core.bundled.vae import TinyVAE
 
 

@@ -136,9 +136,7 @@ class Caption:
 def random_captions(count: int, seed: int) -> list[Caption]:
     """``count`` captions drawn uniformly, three in ten of them small. The same seed gives the same list."""
     draw = random.Random(seed)
-    return [
-        Caption(draw.choice(list(THINGS)), draw.choice(list(COLOURS)), draw.random() < 0.3) for _ in range(count)
-    ]
+    return [Caption(draw.choice(list(THINGS)), draw.choice(list(COLOURS)), draw.random() < 0.3) for _ in range(count)]
 
 
 def _border(images: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,8 @@ class _Residual(nn.Module):
 class TinyVAE(nn.Module):
     """Pixels in and out as NCHW float in [-1, 1], the convention of ComfyUI's first-stage models.
 
-    The per-channel mean and standard deviation of the latents are buffers, so that what the denoiser sees has zero mean and unit
-    variance after SD3's own scale and shift.
+    The per-channel mean and standard deviation of the latents are buffers, so that what the denoiser sees has zero
+    mean and unit variance after SD3's own scale and shift.
     """
 
     latent_mean: Tensor

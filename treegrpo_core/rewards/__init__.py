@@ -53,7 +53,8 @@ def load_reward(name: str) -> Reward:
 def score(weighted: Sequence[WeightedReward], images: Tensor, prompts: list[str]) -> Tensor:
     """Each reward's scores of the same N pictures, unweighted: (R, N) float32 on the CPU.
 
-    images: (N, H, W, 3) float RGB in [0, 1]; prompts: N texts. Raises ValueError if a reward does not return N finite numbers.
+    images: (N, H, W, 3) float RGB in [0, 1]; prompts: N texts. Raises ValueError if a reward does not return N
+    finite numbers.
     """
     import torch
 
@@ -84,7 +85,8 @@ def _checked(name: str, scores: Tensor, prompts: list[str]) -> Tensor:
     if row.shape != (len(prompts),):
         wrong = min(row.shape[0], len(prompts)) if row.ndim else 0
         raise ValueError(
-            f"reward {name!r} returned scores of shape {tuple(row.shape)} for {len(prompts)} pictures (first leaf without "
+            f"reward {name!r} returned scores of shape {tuple(row.shape)} for {len(prompts)} pictures (first leaf "
+            "without "
             f"a match: {wrong}): it must return one number per picture"
         )
     if not row.isfinite().all():

@@ -16,7 +16,8 @@ QUALITY = 95
 class JpegReward:
     """Minus the kilobytes (1000 bytes) of the picture as a JPEG file of quality 95. The prompt plays no part.
 
-    It is easily hacked (an empty picture is the best one): use it to watch a training, or to see what hacking looks like.
+    It is easily hacked (an empty picture is the best one): use it to watch a training, or to see what hacking looks
+    like.
     """
 
     name = "jpeg"

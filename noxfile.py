@@ -1,0 +1,53 @@
+"""``python -m nox -s demo`` and ``python -m nox -s tests``: one environment, made once, serves both."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.sessions = ["tests"]
+
+ROOT = Path(__file__).resolve().parent
+
+
+@nox.session(reuse_venv=True)
+def environment(session: nox.Session) -> None:
+    """Install ComfyUI's requirements (torch among them), the pack's own and the development tools."""
+    development = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "dev")
+    comfyui = str(session.run("python", "-m", "tools.host", silent=True, stderr=None)).splitlines()
+    session.install(*comfyui, "-r", "requirements.txt", *development)
+
+
+@nox.session(python=False, requires=["environment"])
+def tests(session: nox.Session) -> None:
+    """Check style and types, then run pytest; arguments after ``--`` are pytest's, e.g. ``-- -m slow``."""
+    check(session)
+    session.run(python(session), "-m", "pytest", *session.posargs, external=True)
+
+
+@nox.session(python=False, requires=["environment"])
+def lint(session: nox.Session) -> None:
+    """Check style and types only."""
+    check(session)
+
+
+@nox.session(python=False, requires=["environment"])
+def demo(session: nox.Session) -> None:
+    """Train the bundled model inside a real ComfyUI and leave the results in outputs/demo."""
+    session.run(python(session), "-m", "tools.demo", external=True)
+
+
+def python(session: nox.Session) -> str:
+    """The interpreter of the shared environment."""
+    folder = session.cache_dir.parent / "environment"
+    return str(folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
+
+
+def check(session: nox.Session) -> None:
+    """Ruff, its formatter, and mypy."""
+    for arguments in (["ruff", "check"], ["ruff", "format", "--check"], ["tools.check_types"]):
+        session.run(python(session), "-m", *arguments, external=True)

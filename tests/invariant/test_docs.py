@@ -1,0 +1,119 @@
+"""The written documentation agrees with the code and with what is in the repository."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tools.host import ROOT
+
+HELP = ROOT / "web" / "docs"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+TEXTS = ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "assets/README.md"]
+COMMANDS = ["python -m pip install nox && python -m nox -s demo", "python -m nox -s tests"]
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What a node's ``io.Schema(...)`` says, read from the source text."""
+
+    node_id: str
+    display_name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.node_id
+
+
+def keywords(call: ast.Call) -> dict[str, ast.expr]:
+    return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+
+
+def schemas() -> list[Schema]:
+    found = []
+    for file in sorted((ROOT / "nodes").glob("*.py")):
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "Schema":
+                given = keywords(call)
+                inputs = [ast.literal_eval(each.args[0]) for each in calls(given["inputs"])]
+                outputs = [ast.literal_eval(keywords(each)["display_name"]) for each in calls(given["outputs"])]
+                names = ast.literal_eval(given["node_id"]), ast.literal_eval(given["display_name"])
+                found.append(Schema(*names, tuple(inputs), tuple(outputs)))
+    return found
+
+
+def calls(listed: ast.expr) -> list[ast.Call]:
+    assert isinstance(listed, ast.List)
+    assert all(isinstance(each, ast.Call) for each in listed.elts), "inputs and outputs are written out one by one"
+    return [each for each in listed.elts if isinstance(each, ast.Call)]
+
+
+def section(page: str, title: str) -> str:
+    """The text under a heading of the second level."""
+    return page.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def first_column(text: str) -> tuple[str, ...]:
+    """What stands in backticks at the beginning of each table row."""
+    return tuple(re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE))
+
+
+NODES = schemas()
+
+
+def test_every_node_has_a_help_page_and_every_help_page_a_node() -> None:
+    assert len({node.node_id for node in NODES}) == len(NODES) == 16
+    assert {page.name for page in HELP.iterdir()} == {f"{node}.md" for node in NODES}
+
+
+@pytest.mark.parametrize("node", NODES, ids=str)
+def test_a_help_page_explains_exactly_the_inputs_and_outputs_of_its_node(node: Schema) -> None:
+    page = (HELP / f"{node}.md").read_text(encoding="utf-8")
+    assert page.startswith(f"# {node.display_name}\n")
+    assert first_column(section(page, "Inputs")) == node.inputs
+    assert first_column(section(page, "Outputs")) == node.outputs
+    assert section(page, "Example").strip()
+    assert section(page, "Common errors").strip()
+
+
+def test_the_readme_lists_exactly_the_nodes_under_the_names_they_are_shown_by() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| \S", section(README, "Nodes"), re.MULTILINE)
+    assert sorted(rows) == sorted((node.node_id, node.display_name) for node in NODES)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_readme_gives_the_two_commands_on_lines_of_their_own(command: str) -> None:
+    assert command in README.splitlines()
+
+
+def test_every_file_that_the_architecture_names_exists() -> None:
+    named = re.findall(r"`([\w.]+(?:/[\w.]+)*(?:\.py|/))`", ARCHITECTURE)
+    assert len(named) > 20
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_link_to_a_file_of_the_repository_leads_to_one(text: str) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)\)", (ROOT / text).read_text(encoding="utf-8"))
+    local = [target for target in targets if "://" not in target]
+    assert [target for target in local if not (ROOT / text).parent.joinpath(target).exists()] == []
+
+
+def test_the_included_words_are_all_in_the_help_page() -> None:
+    from treegrpo_core.bundled.captions import COLOURS, THINGS
+
+    page = (HELP / "TreeGRPOTinyModel.md").read_text(encoding="utf-8")
+    listed = {name: found.split(", ") for name, found in re.findall(r"\*\*(\w+):\*\* (.+)", page)}
+    assert listed == {"Things": list(THINGS), "Colours": list(COLOURS)}
+
+
+def test_the_help_pages_bring_no_script() -> None:
+    folders = [Path("web"), Path("docs")]
+    scripts = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in {".js", ".mjs"}]
+    assert scripts == []

