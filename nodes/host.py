@@ -145,7 +145,7 @@ class _Session(comfy.samplers.Sampler):
     def __init__(self, work: Callable[[Denoiser, Any, Tensor], Any], *, train: bool) -> None:
         self.work, self.train, self.result = work, train, None
 
-    def sample(
+    def sample(  # type: ignore[no-untyped-def]
         self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, disable_pbar=False
     ):
         def denoise(x: Tensor, sigma: float) -> Tensor:

@@ -135,8 +135,10 @@ class Policy(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, run_name: str, **_: Any) -> str:
+    def fingerprint_inputs(cls, run_name: str | None, **_: Any) -> str | float:
         """The run's progress, so that another Queue of the same graph trains the next step."""
+        if run_name is None:  # the name comes over a wire and is not known yet
+            return float("nan")
         path = host.runs_folder() / run_name / "state.safetensors"
         try:
             return str(path.stat().st_mtime_ns)

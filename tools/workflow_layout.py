@@ -54,7 +54,8 @@ def arrange(graph: Graph, sizes: dict[str, Pair], note: Pair) -> tuple[dict[str,
         inside[title], (width, height) = stack(bars, GROUP_HEIGHT, MARGIN)
         blocks[title] = (width + 2 * MARGIN, height + HEADER + MARGIN)
     corners, _ = stack(blocks, HEIGHT, GAP)
-    places, groups = {}, []
+    places: dict[str, Pair] = {}
+    groups: list[dict[str, Any]] = []
     for title, nodes in inside.items():
         x, y = corners[title]
         groups.append({"id": len(groups) + 1, "title": title, "bounding": [x, y, *blocks[title]], "color": "#3f789e"})

@@ -33,7 +33,8 @@ class Denoiser(Protocol):
 class Policy(Protocol):
     """A denoiser bound to prompts and guidance, ready to be used again with the very same conditioning."""
 
-    prediction: Prediction
+    @property
+    def prediction(self) -> Prediction: ...
 
     def use(self, work: Callable[[Denoiser], T], *, train: bool) -> T:
         """Load the model with its adapter, call ``work`` with the denoiser and return its result."""
@@ -116,7 +117,8 @@ class Adapter:
         """Give ``module`` its own layers back."""
         for name, layer in self.layers.items():
             if module.get_submodule(name) is layer:
-                _set_submodule(module, name, layer.base_layer)
+                base: nn.Module = layer.base_layer
+                _set_submodule(module, name, base)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from io import BytesIO
+from typing import Any
 
 import torch
 from PIL import Image
@@ -29,7 +30,7 @@ class JpegReward:
         return torch.tensor([-_kilobytes(picture) for picture in pixels], dtype=torch.float32)
 
 
-def _kilobytes(picture) -> float:
+def _kilobytes(picture: Any) -> float:
     file = BytesIO()
     Image.fromarray(picture).save(file, "JPEG", quality=QUALITY)
     return file.tell() / 1000
