@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import pytest
 
@@ -31,10 +30,10 @@ ARGUMENTS = (
 SCREENSHOTS = ROOT / "outputs" / "browser"
 """What the editor showed, to look at."""
 MILLISECONDS = 600_000
-READY = "window.app?.graph && window.app.extensionManager?.setting"
+READY = "Boolean(window.app?.graph && window.app.extensionManager?.setting)"
 OPEN = """async workflow => {
     await window.app.loadGraphData(workflow);
-    for (let frame = 0; frame < 3; frame++) await new Promise(requestAnimationFrame);
+    await new Promise(resolve => setTimeout(resolve, 1000));  // a few frames, in which nodes may grow
     const nodes = window.app.graph.nodes;
     return {
         queued: (await window.app.graphToPrompt()).output,
@@ -62,10 +61,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def page(browser: Any, comfy: Server) -> Any:
     """ComfyUI's editor."""
-    page = browser.new_page()
+    page = browser.pages[0]
     page.set_default_timeout(MILLISECONDS)
-    page.goto(f"http://{comfy.address}/", wait_until="commit")
-    page.wait_for_function(READY)
+    page.goto(f"http://{comfy.address}/", wait_until="domcontentloaded")
+    page.wait_for_function(READY, polling=500)
     return page
 
 
@@ -86,9 +85,5 @@ def test_the_editor_opens_a_workflow_and_queues_the_graph_it_was_made_of(page: A
         assert real_height < height + MARGIN, node["type"]
 
 
-@pytest.mark.parametrize("name", NOTES)
-def test_the_template_browser_lists_a_workflow_with_its_picture(comfy: Server, name: str) -> None:
-    assert name in comfy.get("/api/workflow_templates")[comfy.pack_name]
-    folder = f"/api/workflow_templates/{quote(comfy.pack_name)}"
-    assert comfy.get(f"{folder}/{name}.json") == json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
-    assert comfy.request(f"{folder}/{name}.jpg").startswith(b"\xff\xd8")
+def test_the_template_browser_lists_the_workflows(comfy: Server) -> None:
+    assert set(comfy.get("/api/workflow_templates")[comfy.pack_name]) == set(NOTES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +15,6 @@ from treegrpo_core.bundled.captions import COLOURS, VOCABULARY
 from treegrpo_core.rewards import REWARDS, WeightedReward, load_reward, score
 from treegrpo_core.rewards.text_image import WEIGHTS, TextImageReward, prepare, token_ids
 
-LEARNED = pytest.mark.skipif(not WEIGHTS.is_file(), reason="the learned reward's weights are not in this checkout")
-NAMES = [pytest.param(name, marks=LEARNED if name == "text_image" else ()) for name in REWARDS]
 SIDES = {False: 56, True: 32}
 MUSHROOM, LEAF, DARK, CREAM = (220, 50, 50), (110, 180, 60), (50, 45, 45), (240, 225, 190)
 
@@ -23,7 +22,7 @@ Artist = Callable[[ImageDraw.ImageDraw, int], None]
 
 
 def drawn(colour: str, small: bool, artist: Artist) -> Tensor:
-    """A 64 x 64 picture in [0, 1]: what the artist draws on a square of its size, in the middle of a plain background."""
+    """A 64 x 64 picture in [0, 1]: what the artist draws, in the middle of a plain background."""
     side = SIDES[small]
     picture = Image.new("RGB", (64, 64), COLOURS[colour])
     thing = Image.new("RGBA", (side, side))
@@ -74,7 +73,7 @@ class Fixed:
 # every reward
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", REWARDS)
 def test_a_mixed_batch_scores_as_one_by_one(name: str) -> None:
     images, prompts = mixed_batch(0)
     reward = load_reward(name)
@@ -84,7 +83,7 @@ def test_a_mixed_batch_scores_as_one_by_one(name: str) -> None:
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", REWARDS)
 def test_order_of_the_batch_does_not_matter(name: str) -> None:
     images, prompts = mixed_batch(1)
     order = [3, 0, 4, 2, 1]
@@ -93,7 +92,7 @@ def test_order_of_the_batch_does_not_matter(name: str) -> None:
     torch.testing.assert_close(turned, reward.score(images, prompts)[order], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", REWARDS)
 @pytest.mark.parametrize("shape", [(2, 64, 64), (2, 64, 64, 1), (2, 64, 64, 4), (64, 64, 3)])
 def test_grey_alpha_and_single_pictures_are_refused(name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"expected \(N, H, W, 3\)") as refusal:
@@ -101,7 +100,7 @@ def test_grey_alpha_and_single_pictures_are_refused(name: str, shape: tuple[int,
     assert str(shape) in str(refusal.value)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", REWARDS)
 def test_eight_bit_pictures_and_missing_prompts_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="uint8.*divide"):
         load_reward(name).score(torch.zeros(1, 64, 64, 3, dtype=torch.uint8), ["fox on red"])
@@ -115,7 +114,7 @@ def test_unknown_name_lists_the_known_ones() -> None:
     assert all(name in str(refusal.value) for name in REWARDS)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", REWARDS)
 def test_registry_name_is_the_rewards_own_name(name: str) -> None:
     assert load_reward(name).name == name
 
@@ -212,7 +211,7 @@ def test_token_ids_mark_unknown_words_and_cut_long_prompts() -> None:
     assert ids[2, -1] == end and ids[3].tolist() == [start, end, 0, 0, 0, 0, 0, 0]
 
 
-def test_missing_weights_are_named(tmp_path) -> None:
+def test_missing_weights_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"nowhere\.safetensors does not exist.*Reinstall"):
         TextImageReward(tmp_path / "nowhere.safetensors")
 
@@ -224,7 +223,6 @@ def test_larger_pictures_are_resized_without_aliasing() -> None:
     assert resized.abs().max() < 0.1
 
 
-@LEARNED
 def test_text_image_stays_a_cosine_and_is_small() -> None:
     images, prompts = mixed_batch(6)
     reward = TextImageReward()
@@ -233,7 +231,6 @@ def test_text_image_stays_a_cosine_and_is_small() -> None:
     assert WEIGHTS.stat().st_size < 3_100_000
 
 
-@LEARNED
 def test_text_image_follows_background_and_size() -> None:
     """A disc is no thing of the vocabulary, but its background and its size are what the caption says or not."""
     reward = TextImageReward()
@@ -248,7 +245,6 @@ def test_text_image_follows_background_and_size() -> None:
     assert right_colour >= 16 and right_size >= 15
 
 
-@LEARNED
 @pytest.mark.parametrize("colour", ["white", "blue", "yellow"])
 @pytest.mark.parametrize(("thing", "artist"), [("mushroom", mushroom), ("watermelon", watermelon)])
 def test_text_image_prefers_the_thing_to_mush_and_to_nothing(thing: str, artist: Artist, colour: str) -> None:
@@ -261,7 +257,6 @@ def test_text_image_prefers_the_thing_to_mush_and_to_nothing(thing: str, artist:
     assert scores[0] > scores[1:].max() and scores[0] - scores[3] > 0.2
 
 
-@LEARNED
 def test_text_image_score_is_the_same_for_a_larger_copy() -> None:
     image = drawn("white", False, mushroom)[None]
     double = image.repeat_interleave(2, 1).repeat_interleave(2, 2)

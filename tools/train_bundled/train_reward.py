@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from PIL import Image
-from pictures import dataset, emoji
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pictures import dataset, emoji
 from treegrpo_core.bundled.captions import COLOURS, IMAGE_SIZE, THINGS, Caption
 from treegrpo_core.rewards.text_image import Towers, token_ids
 
@@ -61,7 +61,9 @@ def textures() -> Tensor:
     rows = []
     for coarse in (side, side // 2):
         pictures = [picture.resize((coarse, coarse), Image.Resampling.LANCZOS) for picture in emoji("twitter").values()]
-        rgba = torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures])).permute(0, 3, 1, 2).float() / 255
+        rgba = (
+            torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures])).permute(0, 3, 1, 2).float() / 255
+        )
         rgba = torch.cat([rgba[:, :3] * rgba[:, 3:], rgba[:, 3:]], dim=1)
         rows.append(F.interpolate(rgba, size=(side, side), mode="bilinear"))
     return torch.stack(rows)
@@ -138,7 +140,7 @@ def clean(store: Tensor, batch: Batch) -> Tensor:
 def develop(pixels: Tensor) -> Tensor:
     """Camera faults that must not matter: a little blur and noise. [0, 1] -> [-1, 1]."""
     pixels = blur(pixels, random.uniform(0.2, 0.9))
-    return ((pixels + torch.randn_like(pixels) * random.uniform(0, 0.04)).clamp(0, 1) * 2 - 1)
+    return (pixels + torch.randn_like(pixels) * random.uniform(0, 0.04)).clamp(0, 1) * 2 - 1
 
 
 def degraded(store: Tensor, batch: Batch, things: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,7 +190,9 @@ def judge(towers: Towers) -> dict[str, float]:
     pixels, captions = dataset(1500, ("google",), seed=3)
 
     def embed(images: Tensor) -> Tensor:
-        return torch.cat([towers.image(part.contiguous(memory_format=torch.channels_last)) for part in images.split(250)])
+        return torch.cat(
+            [towers.image(part.contiguous(memory_format=torch.channels_last)) for part in images.split(250)]
+        )
 
     def choose(choices: list[list[Caption]]) -> float:
         """Share of pictures whose right caption (the first of its choices) scores highest."""

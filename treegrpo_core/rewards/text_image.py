@@ -22,7 +22,10 @@ BATCH = 256
 
 
 def token_ids(prompts: list[str]) -> Tensor:
-    """N texts -> (N, 8) token ids: start, words, end, padding. Unknown words are ``[UNK]``; words beyond the sixth are cut."""
+    """N texts -> (N, 8) token ids: start, words, end, padding.
+
+    Unknown words are ``[UNK]``; words beyond the sixth are cut.
+    """
     known = {word: index for index, word in enumerate(VOCABULARY)}
     rows = []
     for prompt in prompts:
