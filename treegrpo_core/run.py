@@ -195,7 +195,11 @@ class Run:
         for name, parameter in self.adapter.named_parameters().items():
             state = _with_prefix(tensors, f"{name}.")
             if state:
-                moments = {key: value if key == "step" else value.to(parameter.device) for key, value in state.items()}
+                # Copies, because safetensors maps the file into memory, and Windows replaces no file that is mapped.
+                moments = {
+                    key: value.clone() if key == "step" else value.to(parameter.device, copy=True)
+                    for key, value in state.items()
+                }
                 self.optimizer.state[parameter] = moments
 
 

@@ -123,6 +123,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5400)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--pictures", type=int, default=30000)
+    parser.add_argument("--learning-rate", type=float, default=1.2e-3)
+    parser.add_argument("--start", help="go on from the output of an earlier call")
     parser.add_argument("--output", default="denoiser.pt")
     args = parser.parse_args()
 
@@ -133,8 +135,10 @@ def main() -> None:
     pool, ids, empty = latents(vae, pixels), tokens(captions), tokens([None])[0]
     del pixels
     model = Trained()
+    if args.start:
+        model.load_state_dict(torch.load(args.start, weights_only=True))
     average = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.2e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     print(
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, latent std {pool.std():.3f}", flush=True
     )
@@ -142,7 +146,7 @@ def main() -> None:
     start, step, recent = time.time(), 0, []
     while (elapsed := time.time() - start) < args.seconds:
         for group in optimizer.param_groups:
-            group["lr"] = 1.2e-3 * min(1, (step + 1) / 200) * (0.02 + 0.98 * (1 - elapsed / args.seconds))
+            group["lr"] = args.learning_rate * min(1, (step + 1) / 200) * (0.02 + 0.98 * (1 - elapsed / args.seconds))
         chosen = torch.randint(len(pool), (args.batch,))
         prompt = torch.where(torch.rand(args.batch, 1) < 0.1, empty, ids[chosen])
         value = flow_loss(model, pool[chosen], prompt)
