@@ -116,9 +116,9 @@ class Adapter:
     def take_out(self, module: nn.Module) -> None:
         """Give ``module`` its own layers back."""
         for name, layer in self.layers.items():
-            if module.get_submodule(name) is layer:
-                base: nn.Module = layer.base_layer
-                _set_submodule(module, name, base)
+            current: Any = module.get_submodule(name)
+            if current is layer:
+                _set_submodule(module, name, layer.base_layer)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

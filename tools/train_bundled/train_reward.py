@@ -1,8 +1,9 @@
 """EMOJI=... python train_reward.py --seconds 700 --output ../../assets/text_image_reward.safetensors
 
-Trains the text-image reward's two towers contrastively on the 'twitter' drawing style alone and judges them on the 'google'
-style, the style of the generator, which they never see. Degraded pictures (blurred, fading, two things in one, warped, partly
-erased) are trained to score below the clean picture of the same caption, the lower the worse they are.
+Trains the text-image reward's two towers contrastively on the 'twitter' drawing style alone and judges them on the
+'google' style, the style of the generator, which they never see. Degraded
+pictures (blurred, fading, two things in one, partly erased) are trained to score below the clean picture of the same
+caption, the lower the worse they are.
 """
 
 from __future__ import annotations
@@ -56,14 +57,12 @@ def every_caption() -> list[str]:
 
 
 def textures() -> Tensor:
-    """Every thing of the 'twitter' style as (2, 64, 4, 64, 64) premultiplied RGBA: sharp, and as sharp as the small ones are."""
-    side = IMAGE_SIZE
+    """The 'twitter' pictures as (2, things, 4, 64, 64) premultiplied RGBA: sharp, and sharp enough for small ones."""
+    side, sources = IMAGE_SIZE, list(emoji("twitter").values())
     rows = []
     for coarse in (side, side // 2):
-        pictures = [picture.resize((coarse, coarse), Image.Resampling.LANCZOS) for picture in emoji("twitter").values()]
-        rgba = (
-            torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures])).permute(0, 3, 1, 2).float() / 255
-        )
+        pictures = [np.asarray(picture.resize((coarse, coarse), Image.Resampling.LANCZOS)) for picture in sources]
+        rgba = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
         rgba = torch.cat([rgba[:, :3] * rgba[:, 3:], rgba[:, 3:]], dim=1)
         rows.append(F.interpolate(rgba, size=(side, side), mode="bilinear"))
     return torch.stack(rows)
@@ -79,7 +78,7 @@ def uniform(count: int, low: float, high: float) -> Tensor:
 
 
 def place(rgba: Tensor, small: Tensor, warp: Tensor) -> Tensor:
-    """Things (N, 4, 64, 64) turned, mirrored, sheared, warped (by warp, (N,)) and put anywhere in the picture at their size."""
+    """Things (N, 4, 64, 64) turned, mirrored, sheared, warped (by warp, (N,)) and put anywhere at their size."""
     count = len(rgba)
     side = torch.where(small, uniform(count, *SIZE_RANGE[True]), uniform(count, *SIZE_RANGE[False]))
     turn, mirror = torch.randn(count) * 0.2, torch.randint(0, 2, (count,)) * 2.0 - 1
@@ -100,12 +99,17 @@ def place(rgba: Tensor, small: Tensor, warp: Tensor) -> Tensor:
 
 
 def recolour(rgba: Tensor) -> Tensor:
-    """Other drawers use other colours and shading: a random colour matrix near the identity, and soft light and shade."""
+    """Other drawers use other colours, lines and detail: random filters near the identity, contrast, shading."""
     count = len(rgba)
-    matrix = torch.eye(3) + torch.randn(count, 3, 3) * uniform(count, 0.0, 0.25)[:, None, None]
-    light = uniform(count, 0.75, 1.2)[:, None, None, None] * (1 + 0.12 * field(count, 1, 4))
-    colour = torch.einsum("nij,njhw->nihw", matrix, rgba[:, :3]) * light
-    return torch.cat([torch.minimum(colour.clamp(min=0), rgba[:, 3:]), rgba[:, 3:]], dim=1)
+    strength = uniform(count, 0.0, 1.0)[:, None, None, None, None]
+    kernel = torch.randn(count, 3, 3, 3, 3) * 0.08 * strength
+    kernel[..., 1, 1] += torch.eye(3) + torch.randn(count, 3, 3) * 0.15 * strength[..., 0, 0]
+    padded = F.pad(rgba[:, :3].reshape(1, -1, IMAGE_SIZE, IMAGE_SIZE), [1] * 4, mode="replicate")
+    colour = F.conv2d(padded, kernel.flatten(0, 1), groups=count).reshape(count, 3, IMAGE_SIZE, IMAGE_SIZE)
+    colour = colour.clamp(0.001, 1) ** (0.3 * torch.randn(count, 3)).exp()[:, :, None, None]
+    colour = colour * uniform(count, 0.8, 1.2)[:, None, None, None]
+    colour = colour * (1 + 0.12 * field(count, 1, 4))
+    return torch.cat([torch.minimum(colour, rgba[:, 3:]), rgba[:, 3:]], dim=1)
 
 
 def blur(pixels: Tensor, radius: float) -> Tensor:
@@ -116,7 +120,7 @@ def blur(pixels: Tensor, radius: float) -> Tensor:
 
 
 def cut(rgba: Tensor, size: Tensor) -> Tensor:
-    """Erase a rectangle of about that size (N,), as a share of the side, from each thing: there the background shows."""
+    """Erase a rectangle of about that size (N,), as a share of the side, so that the background shows there."""
     line = torch.linspace(0, 1, IMAGE_SIZE)
     edge = uniform(len(rgba), 0.2, 0.8)[:, None] - line, uniform(len(rgba), 0.2, 0.8)[:, None] - line
     inside = [part.abs() < size[:, None] / 2 for part in edge]
@@ -130,10 +134,10 @@ def over(rgba: Tensor, colours: Tensor) -> Tensor:
 
 
 def clean(store: Tensor, batch: Batch) -> Tensor:
-    """Pictures of the batch's captions with the variety that must not matter: (N, 4, 64, 64) things, not yet on a background."""
+    """The batch's things with the variety that must not matter: (N, 4, 64, 64), not yet on a background."""
     count = len(batch.things)
     rgba = recolour(store[batch.small.long(), batch.things])
-    rgba = place(rgba, batch.small, uniform(count, 0.0, 0.08))
+    rgba = place(rgba, batch.small, uniform(count, 0.0, 0.12))
     return cut(rgba, torch.where(torch.rand(count) < 0.3, uniform(count, 0.05, 0.2), 0.0))
 
 
@@ -143,25 +147,21 @@ def develop(pixels: Tensor) -> Tensor:
     return (pixels + torch.randn_like(pixels) * random.uniform(0, 0.04)).clamp(0, 1) * 2 - 1
 
 
-def degraded(store: Tensor, batch: Batch, things: Tensor) -> tuple[Tensor, Tensor]:
-    """Pictures as :func:`develop` wants them, each spoilt in one way, and how badly: (N, 3, 64, 64), (N,) in [0, 1]."""
-    count = len(things)
-    severity = uniform(count, 0.15, 1.0)
+def degraded(things: Tensor, other: Tensor, colours: Tensor) -> tuple[Tensor, Tensor]:
+    """Pictures (N, 3, 64, 64), each spoilt in one of four ways, and how badly (N,), in [0, 1]."""
+    severity = uniform(len(things), 0.15, 1.0)
     amount = severity[:, None, None, None]
-    part = count // 4
-    way = torch.arange(count) // part
-    other = things.roll(GROUP, 0)
-    things = torch.where((way == 0)[:, None, None, None], things * (1 - amount), things)
-    things = torch.where((way == 1)[:, None, None, None], torch.lerp(things, other, amount / 2), things)
-    things = torch.where((way == 2)[:, None, None, None], cut(things, 0.2 + 0.8 * severity), things)
-    pixels = over(things, batch.colours)
-    radius = random.choice([2.0, 3.0, 5.0])
+    way = torch.arange(len(things)) % 4
+    fading, mixed = things * (1 - amount), torch.lerp(things, other, amount / 2)
+    ways = torch.stack([fading, mixed, cut(things, 0.2 + 0.8 * severity), things])
+    pixels = over(ways[way, torch.arange(len(things))], colours)
+    radius = random.uniform(1.5, 5)
     pixels[way == 3] = blur(pixels[way == 3], radius)
     return pixels, torch.where(way == 3, radius / 5, severity)
 
 
 def contrastive(pictures: Tensor, words: Tensor, right: Tensor, scale: Tensor) -> Tensor:
-    """Symmetric InfoNCE: pictures (N, D) among all captions (C, D), and the N right captions among the batch's pictures.
+    """Symmetric InfoNCE: pictures (N, D) among all captions (C, D), and the right captions among the pictures.
 
     right: (N,) the row of each picture's caption; no caption occurs twice.
     """
@@ -172,14 +172,14 @@ def contrastive(pictures: Tensor, words: Tensor, right: Tensor, scale: Tensor) -
 def step_loss(towers: Towers, store: Tensor, every: Tensor, log_scale: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     batch = Batch.draw(groups)
     things = clean(store, batch)
-    spoilt, severity = degraded(store, batch, things)
-    half = torch.randperm(len(things))[: len(things) // 4]
-    shown = torch.cat([over(things, batch.colours), spoilt[half]])
+    some = torch.randperm(len(things))[: len(things) // 4]
+    spoilt, severity = degraded(things[some], things[some.roll(1)], batch.colours[some])
+    shown = torch.cat([over(things, batch.colours), spoilt])
     pictures = towers.image(develop(shown).contiguous(memory_format=torch.channels_last))
     words, right = towers.text(every), batch.rows()
     good, bad = pictures[: len(things)], pictures[len(things) :]
-    gap = ((good[half] - bad) * words[right[half]]).sum(1)
-    ranking = F.softplus(10 * (MARGIN * severity[half] - gap)).mean() / 10
+    gap = ((good[some] - bad) * words[right[some]]).sum(1)
+    ranking = F.softplus(10 * (MARGIN * severity - gap)).mean() / 10
     return contrastive(good, words, right, log_scale.exp()), ranking
 
 

@@ -49,26 +49,50 @@ class _Skip(nn.Module):
         return x + self.change(x)
 
 
+def close_up(pixels: Tensor, side: int = 32) -> Tensor:
+    """(N, 3, H, W) in [-1, 1] -> (N, 3, side, side): the thing, centred and always about as large.
+
+    The thing is what differs from the border's median colour. Its centre and spread make the frame; nothing gives the
+    whole picture.
+    """
+    border = torch.cat([pixels[:, :, [0, 1, -2, -1]].flatten(2), pixels[:, :, :, [0, 1, -2, -1]].flatten(2)], dim=2)
+    background = border.median(dim=2).values[:, :, None, None]
+    weight = ((pixels - background).abs().amax(1) - 0.2).clamp(0, 0.5) + 0.002
+    moments = []
+    for dim, length in ((1, pixels.shape[3]), (2, pixels.shape[2])):
+        place = torch.linspace(-1, 1, length, device=pixels.device)
+        mass = weight.sum(dim) / weight.sum((1, 2))[:, None]
+        centre = (mass * place).sum(1)
+        moments.append((centre, (mass * (place - centre[:, None]).square()).sum(1).sqrt()))
+    (x, spread_x), (y, spread_y) = moments
+    half = (2.3 * torch.maximum(spread_x, spread_y)).clamp(0.25, 1.0)
+    zero = torch.zeros_like(half)
+    frame = torch.stack([torch.stack([half, zero, x], 1), torch.stack([zero, half, y], 1)], 1)
+    grid = F.affine_grid(frame, [len(pixels), 3, side, side], align_corners=False)
+    return F.grid_sample(pixels, grid, padding_mode="border", align_corners=False)
+
+
 class ImageTower(nn.Module):
-    """(N, 3, 64, 64) in [-1, 1] -> (N, 128) of unit length."""
+    """(N, 3, 64, 64) in [-1, 1] -> (N, 128) of unit length. One branch sees the thing close up, one everything."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.features = nn.Sequential(
-            nn.PixelUnshuffle(4),
-            _convolution(48, 64),
-            _convolution(64, 96, stride=2),
-            _Skip(96),
-            _convolution(96, 160, stride=2),
-            _Skip(160),
-            _Skip(160),
+        self.thing = nn.Sequential(
+            nn.PixelUnshuffle(2),
+            _convolution(12, 32),
+            _convolution(32, 64, stride=2),
+            _Skip(64),
+            _convolution(64, 128, stride=2),
+            _Skip(128),
+            _Skip(128),
         )
-        self.out = nn.Linear(2 * 160, EMBEDDING)
+        self.whole = nn.Sequential(nn.AvgPool2d(4), _convolution(3, 32), _convolution(32, 64, stride=2), _Skip(64))
+        self.out = nn.Linear(2 * (128 + 64), EMBEDDING)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        grid = self.features(pixels)
-        pooled = torch.cat([grid.mean((2, 3)), grid.amax((2, 3))], dim=1)
-        return F.normalize(self.out(pooled), dim=1)
+        grids = self.thing(close_up(pixels).contiguous(memory_format=torch.channels_last)), self.whole(pixels)
+        pooled = [pool for grid in grids for pool in (grid.mean((2, 3)), grid.amax((2, 3)))]
+        return F.normalize(self.out(torch.cat(pooled, dim=1)), dim=1)
 
 
 class TextTower(nn.Module):
