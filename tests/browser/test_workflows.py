@@ -30,6 +30,7 @@ ARGUMENTS = (
 SCREENSHOTS = ROOT / "outputs" / "browser"
 """What the editor showed, to look at."""
 MILLISECONDS = 600_000
+# Boolean, because Playwright hangs on handing over what it found
 READY = "Boolean(window.app?.graph && window.app.extensionManager?.setting)"
 OPEN = """async workflow => {
     await window.app.loadGraphData(workflow);
@@ -61,6 +62,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def page(browser: Any, comfy: Server) -> Any:
     """ComfyUI's editor."""
+    comfy.request("/settings", {"Comfy.TutorialCompleted": True})  # or the templates lie over the first workflow
     page = browser.pages[0]
     page.set_default_timeout(MILLISECONDS)
     page.goto(f"http://{comfy.address}/", wait_until="domcontentloaded")
