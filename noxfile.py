@@ -30,6 +30,13 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session(python=False, requires=["environment"])
+def browser(session: nox.Session) -> None:
+    """Open the example workflows in ComfyUI's editor in a real Chromium, the system's or Playwright's."""
+    session.run(python(session), "-m", "pip", "install", "playwright", external=True)
+    session.run(python(session), "-m", "pytest", "tests/browser", *session.posargs, external=True)
+
+
+@nox.session(python=False, requires=["environment"])
 def lint(session: nox.Session) -> None:
     """Check style and types only."""
     check(session)

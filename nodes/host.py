@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,13 +56,30 @@ def fingerprint(patcher: Any) -> str:
     digest = hashlib.sha256()
     for name, entries in sorted(patcher.get_key_patches("diffusion_model.").items()):
         weight = entries[0][0]
-        flat = weight.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // 64)][:64].float().cpu()
         digest.update(f"{name} {tuple(weight.shape)}".encode())
-        digest.update(sample.numpy().tobytes())
+        digest.update(_sample(weight))
         for patch in entries[1:]:
             digest.update(f"{patch[0]} {patch[2]}".encode())
+            for tensor in _tensors(patch[1]):
+                digest.update(_sample(tensor))
     return digest.hexdigest()[:32]
+
+
+def _sample(tensor: Tensor) -> bytes:
+    """At most 64 values spread over a tensor."""
+    flat = tensor.detach().flatten()
+    return flat[:: max(1, flat.numel() // 64)][:64].float().cpu().numpy().tobytes()
+
+
+def _tensors(patch: Any) -> Iterator[Tensor]:
+    """The tensors of a weight patch: bare, in tuples, or in one of core's adapter objects."""
+    if isinstance(patch, Tensor):
+        yield patch
+    elif isinstance(patch, (tuple, list)):
+        for part in patch:
+            yield from _tensors(part)
+    elif hasattr(patch, "weights"):
+        yield from _tensors(patch.weights)
 
 
 def with_adapter(patcher: Any, adapter: Adapter) -> Any:
@@ -82,7 +99,11 @@ def with_adapter(patcher: Any, adapter: Adapter) -> Any:
     def put_in(owner: Any) -> None:
         with torch.inference_mode(False):
             adapter.to(owner.load_device)
-            adapter.put_in(owner.model.diffusion_model)
+            try:
+                adapter.put_in(owner.model.diffusion_model)
+            except BaseException:
+                adapter.take_out(owner.model.diffusion_model)
+                raise
 
     def take_out(owner: Any) -> None:
         adapter.take_out(owner.model.diffusion_model)
@@ -183,7 +204,8 @@ class GuidedPolicy:
         try:
             self.guider.sample(noise, self.latent, session, self.sigmas, disable_pbar=True, seed=self.seed)
         finally:
-            # An interrupt leaves the guider without its clean-up of these.
+            # Core cleans up after a sampling, but not if loading models for it fails, and not these after an interrupt.
+            self.guider.model_patcher.eject_model()
             for name in ("conds", "inner_model", "loaded_models"):
                 self.guider.__dict__.pop(name, None)
         return session.result  # type: ignore[return-value]
@@ -200,14 +222,14 @@ def prompt_rows(guider: Any) -> int:
     return max(rows, default=1)
 
 
-def root_noise(noise: Any, latent: Tensor, roots: int, seed: int) -> Tensor:
-    """(R, P, *latent) from the NOISE input's own generator, one seed per (prompt, root)."""
+def root_noise(noise: Any, latent: Tensor, roots: int, seed: int, prompts: Sequence[int]) -> Tensor:
+    """(R, P, *latent) from the NOISE input's own generator, one seed per (prompt key, root)."""
     rows = []
     for root in range(roots):
         row = []
-        for prompt in range(len(latent)):
+        for prompt, key in enumerate(prompts):
             source = copy.copy(noise)
-            source.seed = derive_seed(seed, prompt, root)
+            source.seed = derive_seed(seed, key, root)
             row.append(source.generate_noise({"samples": latent[prompt : prompt + 1]})[0])
         rows.append(torch.stack(row))
     return torch.stack(rows)
@@ -242,8 +264,12 @@ def fix_latent(model: Any, latent: dict[str, Any], prompts: int) -> Tensor:
 
 
 def output_is_used(dynprompt: Any, node_id: str, slot: int) -> bool:
-    """Whether any node of the running graph reads output ``slot`` of ``node_id``."""
-    if dynprompt is None:
+    """Whether output ``slot`` of ``node_id`` must be kept: in a loop, only if a node of the running graph reads it.
+
+    Without a loop, always: the output may be cached, and another Queue may read it.
+    """
+    classes = {dynprompt.get_node(node)["class_type"] for node in dynprompt.all_node_ids()}
+    if "TreeGRPOLoopStart" not in classes:
         return True
     return any(
         value == [node_id, slot]

@@ -1,8 +1,8 @@
 """Many updates in one Queue.
 
-LoopEnd runs after each update. If another is due it frees the trees just used and expands into a copy of the loop's
-body and of itself. Every copy reads the run from the same policy wire, so no copy's inputs grow with the number of
-updates.
+LoopEnd runs after each update. If another is due it frees the trees of the update before and expands into a copy of the
+loop's body and of itself. Every copy reads the run from the same policy wire, so no copy's inputs grow with the number
+of updates.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class LoopEnd(io.ComfyNode):
             node_id="TreeGRPOLoopEnd",
             display_name="TreeGRPO Loop End",
             category=CATEGORY,
-            description="Runs the body again until all updates are done; frees each update's trees but the last.",
+            description="Runs the body again until all updates are done; frees an update's trees after the next.",
             enable_expand=True,
             is_output_node=True,
             is_input_list=True,
@@ -185,8 +185,6 @@ class LoopEnd(io.ComfyNode):
         if state.is_over:
             run = policy[0].run
             return io.NodeOutput(policy[0], tree[0], lora_tensors(run.adapter), loss_map(run))
-        for used in tree:
-            used.growth.free()
         builder = next_round(graph, state)
         end = builder.lookup_node(state.end)
         return io.NodeOutput(*(end.out(slot) for slot in range(4)), expand=builder.finalize())

@@ -31,21 +31,23 @@ def open_run(patcher: Any, name: str, settings: RunSettings, if_run_exists: str)
     """The run, from memory, from disk or newly created; ValueError leaves everything on disk as it was."""
     root = host.runs_folder()
     folder = root / check_name(name)
-    live = RUNS.get(folder)
-    stored = live.stored_iteration if live else None
-    if live and stored is not None and if_run_exists != "create":
-        live.require(settings)
-        if stored != live.iteration:
-            live.reload()
-        return live
     module = patcher.model.diffusion_model
     with host.outside_inference_mode():
+        live = RUNS.get(folder)
+        stored = live.stored_iteration if live else None
+        if live and stored is not None and if_run_exists != "create":
+            live.require(settings)
+            if stored != live.iteration:
+                live.reload()
+            return live
         if if_run_exists == "continue" or (
             if_run_exists == "continue or create" and (folder / "state.safetensors").exists()
         ):
             run = Run.open(root, name, settings, module)
         else:
-            start = read_adapter(_lora_path(settings.start_from)) if settings.start_from else None
+            start = None
+            if settings.start_from:
+                start = read_adapter(_lora_path(settings.start_from), settings.alpha / settings.rank)
             run = Run.create(root, name, settings, module, start)
     RUNS[folder] = run
     return run
@@ -110,6 +112,7 @@ class Policy(io.ComfyNode):
                     default=0,
                     min=0,
                     max=2**63 - 1,
+                    control_after_generate=False,
                     tooltip="Seed of the LoRA's initial weights. Fixed for a run.",
                 ),
                 io.Combo.Input(

@@ -55,7 +55,12 @@ class Prompts(io.ComfyNode):
                     tooltip="Prompts per update, each a group of its own.",
                 ),
                 io.Int.Input(
-                    "seed", default=0, min=0, max=2**63 - 1, tooltip="Seed of the order in which prompts are drawn."
+                    "seed",
+                    default=0,
+                    min=0,
+                    max=2**63 - 1,
+                    control_after_generate=False,
+                    tooltip="Seed of the order in which prompts are drawn.",
                 ),
                 io.String.Input(
                     "file",

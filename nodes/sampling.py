@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -107,6 +108,14 @@ def split_prompts(text: str, rows: int) -> tuple[str, ...]:
             "connect TreeGRPOEncode's prompts output, or write one prompt per line"
         )
     return lines
+
+
+def prompt_keys(prompts: Sequence[str]) -> list[int]:
+    """What stands for each prompt in the seeds of its noise: its text, and a count if it occurs again.
+
+    So a prompt grows the same tree alone, in a batch, and in a list of trees, and no two share their noise.
+    """
+    return [derive_seed(text, prompts[:place].count(text)) for place, text in enumerate(prompts)]
 
 
 class TreeSampler(io.ComfyNode):
@@ -253,6 +262,7 @@ def _grown(tree: Tree, noise: Any, max_batch: int, node_id: str | None) -> Tree:
     bar = host.progress(tree.plan.nfe_sample * len(tree.prompts), node_id)
     policy: host.GuidedPolicy = tree.policy  # type: ignore[assignment]
     seed = derive_seed(noise.seed, tree.iteration)
+    keys = prompt_keys(tree.prompts)
 
     def work(denoise: Denoiser, sampling: Any, latent: Tensor) -> Growth:
         def counted(x: Tensor, sigma: float) -> Tensor:
@@ -260,10 +270,18 @@ def _grown(tree: Tree, noise: Any, max_batch: int, node_id: str | None) -> Tree:
             bar.update(len(x))
             return denoised
 
-        noises = host.root_noise(noise, policy.latent, tree.plan.roots, seed)
+        noises = host.root_noise(noise, policy.latent, tree.plan.roots, seed, keys)
         roots = host.initial_states(sampling, tree.sigmas[0], noises, latent)
         return grow(
-            counted, roots, tree.sigmas, tree.plan, kernel=tree.kernel, eta=tree.eta, seed=seed, max_batch=max_batch
+            counted,
+            roots,
+            tree.sigmas,
+            tree.plan,
+            kernel=tree.kernel,
+            eta=tree.eta,
+            seed=seed,
+            prompts=keys,
+            max_batch=max_batch,
         )
 
     growth = policy.open(work, train=False)

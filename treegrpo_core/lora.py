@@ -50,16 +50,22 @@ def write_lora(path: Path, adapter: Adapter, header: dict[str, str]) -> None:
 
 
 def read_header(path: Path) -> dict[str, str]:
-    """Metadata of a safetensors file."""
-    from safetensors import safe_open
+    """Metadata of a safetensors file; ValueError if it is damaged or none."""
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(path, "pt") as file:
-        return dict(file.metadata() or {})
+    try:
+        with safe_open(path, "pt") as file:
+            return dict(file.metadata() or {})
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is not a complete safetensors file ({error}); move it away or restore a copy"
+        ) from None
 
 
-def read_adapter(path: Path) -> dict[str, Tensor]:
+def read_adapter(path: Path, scale: float) -> dict[str, Tensor]:
     """Adapter weights (as :meth:`Adapter.load_state_dict` takes them) of a file in this format.
 
+    ``scale`` is alpha / rank of the adapter they are for; a file with another one is converted, its effect stays.
     Raises ValueError for a file that is no LoRA of this format.
     """
     from safetensors import SafetensorError
@@ -82,4 +88,10 @@ def read_adapter(path: Path) -> dict[str, Tensor]:
             "format can be "
             f"started from (first keys: {sorted(tensors)[:3]})"
         )
+    for name in weights:
+        layer, is_b = name.removesuffix(".lora_B.weight"), name.endswith(".lora_B.weight")
+        alpha = tensors.get(f"{PREFIX}{layer}.alpha")
+        if is_b:
+            rank = weights[name].shape[1]
+            weights[name] = weights[name] * ((float(alpha) / rank if alpha is not None else 1.0) / scale)
     return weights

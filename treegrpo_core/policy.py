@@ -99,6 +99,10 @@ class Adapter:
         # peft's LoraLayer, by the name of the layer it wraps.
         self.layers: dict[str, Any] = {name: shell[name.replace(".", "/")] for name in bases}
 
+        # peft takes the dtype of the base weights; half precision would round updates away.
+        for parameter in self.parameters():
+            parameter.data = parameter.data.float()
+
     def put_in(self, module: nn.Module) -> None:
         """Wrap the layers of ``module``, which may be another instance of the same model than the one built for."""
         for name, layer in self.layers.items():

@@ -174,14 +174,20 @@ class Run:
 
     def log(self) -> list[dict[str, Any]]:
         """All metrics so far, one dictionary per update."""
+        return [json.loads(line) for line in self._log_lines()]
+
+    def _log_lines(self) -> list[str]:
+        """The complete lines of the log; a crash can leave half a line at the end."""
         path = self.folder / LOG
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        return text.splitlines()[: text.count("\n")]
 
     def _complete_log(self, last: str) -> None:
         """A crash between state and log leaves the last line only in the state file: write it now."""
-        if last and len(self.log()) < self.iteration:
-            with (self.folder / LOG).open("a", encoding="utf-8") as log:
-                log.write(last + "\n")
+        lines = self._log_lines()
+        if last and len(lines) < self.iteration:
+            text = "\n".join([*lines, last]) + "\n"
+            write_atomically(self.folder / LOG, lambda path: Path(path).write_text(text, encoding="utf-8"))
 
     def _optimizer_state(self) -> dict[str, Tensor]:
         return {
@@ -212,14 +218,13 @@ def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _read_metadata(path: Path) -> dict[str, Any]:
-    from safetensors import safe_open
+    from .lora import read_header
 
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
+    metadata = read_header(path)
     return {**metadata, "settings": json.loads(metadata["settings"])}
 
 
-def write_atomically(path: Path, write: Callable[[str], None]) -> None:
+def write_atomically(path: Path, write: Callable[[str], Any]) -> None:
     """Call ``write(temporary path)`` and move the finished file to ``path``, or leave everything as it was."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

@@ -127,18 +127,23 @@ def _one_pass(
 ) -> None:
     parameters = adapter.parameters()
     optimizer.zero_grad(set_to_none=True)
+    follow_device(optimizer)
     edges = sum(level.log_prob.numel() for tree in trees for level in tree.growth.levels)
     parents = sum(level.parents.shape[0] * level.parents.shape[1] for tree in trees for level in tree.growth.levels)
+    scale = gradient_scale(trees)
     first = not tally.grad_norms and not tally.skipped
     for tree in trees:
 
         def work(denoise: Denoiser, tree: Tree = tree) -> None:
             for level, advantage in zip(tree.growth.levels, tree.advantages or (), strict=True):
-                _accumulate(denoise, tree, level, advantage, adapter, settings, tally, 1 / edges, 1 / parents)
+                _accumulate(denoise, tree, level, advantage, adapter, settings, tally, 1 / edges, 1 / parents, scale)
 
         tree.policy.use(work, train=True)
         if first and tree.iteration == iteration:
             _check_replay(tally)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.div_(scale)
     norm = float(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm))
     if math.isfinite(norm):
         tally.grad_norms.append(norm)
@@ -146,6 +151,24 @@ def _one_pass(
     else:
         tally.skipped += 1
     optimizer.zero_grad(set_to_none=True)
+
+
+def gradient_scale(trees: Sequence[Tree]) -> float:
+    """A power of two that brings the loss's gradient at the denoiser's output near 1.
+
+    Log-probabilities and loss are means, over latent dimensions and over edges, so that gradient is far below what half
+    precision can hold. Scaling by a power of two, and back in the adapter's float32, changes nothing else.
+    """
+    edges = sum(level.log_prob.numel() for tree in trees for level in tree.growth.levels)
+    return 2.0 ** round(math.log2(edges * trees[0].leaves[0, 0].numel()))
+
+
+def follow_device(optimizer: torch.optim.Optimizer) -> None:
+    """Move the optimizer's moments to where the host has put the adapter since."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if key != "step" and isinstance(value, Tensor) and value.device != parameter.device:
+                state[key] = value.to(parameter.device)
 
 
 def _accumulate(
@@ -158,6 +181,7 @@ def _accumulate(
     tally: Tally,
     edge_weight: float,
     parent_weight: float,
+    scale: float,
 ) -> None:
     """Add the gradient of one level, micro-batch by micro-batch."""
     k, sigma, sigma_next = level.branching, tree.sigmas[level.step], tree.sigmas[level.step + 1]
@@ -188,7 +212,7 @@ def _accumulate(
             divergence = _divergence(tree, level, parents.flatten(0, 1), denoised, reference).sum()
             loss = loss + settings.kl * divergence * parent_weight
             tally.kl += float(divergence.detach())
-        loss.backward(inputs=adapter.parameters())
+        (loss * scale).backward(inputs=adapter.parameters())
 
         log_ratio = (scored.log_prob - log_prob_old).detach()
         tally.edges += len(log_ratio)

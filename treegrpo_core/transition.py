@@ -40,8 +40,8 @@ def ode_step(x: Tensor, denoised: Tensor, sigma: float, sigma_next: float) -> Te
 def _flow_sde(x: Tensor, denoised: Tensor, sigma: float, sigma_next: float, eta: float) -> tuple[Tensor, float]:
     """Flow-GRPO's reverse SDE (arXiv 2505.05470, eq. 9), diffusion g = eta sqrt(s / (1 - s))."""
     dt = sigma_next - sigma
-    # At s = 1 the root diverges; the first step uses the next sigma inside it, as the public systems do.
-    g = eta * math.sqrt(sigma / (1 - (sigma_next if sigma >= 1 else sigma)))
+    # At s = 1 (or a rounding below it) the root diverges; there the next sigma stands inside, as in the public systems.
+    g = eta * math.sqrt(sigma / (1 - (sigma_next if sigma > 1 - 1e-3 else sigma)))
     d = (x - denoised) / sigma
     mean = x * (1 + g * g * dt / (2 * sigma)) + d * (1 + g * g * (1 - sigma) / (2 * sigma)) * dt
     return mean, g * math.sqrt(-dt)

@@ -73,6 +73,20 @@ def test_the_adapter_fits_another_instance_of_the_same_model():
         adapter.put_in(other)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_on_half_precision_weights_the_adapter_is_float32(dtype):
+    model = ToyModel().to(dtype)
+    adapter = Adapter(model, rank=2, alpha=2.0, targets="all linear", seed=0)
+    assert {parameter.dtype for parameter in adapter.parameters()} == {torch.float32}
+    adapter.put_in(model)
+    hidden = model.attn["proj"](torch.randn(3, 16, dtype=dtype))
+    assert hidden.dtype == dtype
+    hidden.float().sum().backward(inputs=adapter.parameters()[:2])
+    optimizer = torch.optim.AdamW(adapter.parameters()[:2], lr=1e-4, eps=1e-12)
+    optimizer.step()
+    assert all(torch.isfinite(parameter).all() for parameter in adapter.parameters())
+
+
 def test_the_seed_fixes_the_initial_weights():
     a, b, c = (
         Adapter(ToyModel(), rank=2, alpha=2.0, targets="attention", seed=seed).state_dict() for seed in (1, 1, 2)
@@ -99,11 +113,22 @@ def test_a_lora_file_holds_the_adapter(tmp_path):
     adapter = moved_adapter(ToyModel())
     path = tmp_path / "loras" / "x.safetensors"
     write_lora(path, adapter, metadata(adapter, "x", 7, {"run": "toy"}))
-    read = read_adapter(path)
+    read = read_adapter(path, scale=2.0)
     assert read.keys() == adapter.state_dict().keys()
     assert all(torch.equal(read[name], value) for name, value in adapter.state_dict().items())
     assert read_header(path)["treegrpo.iteration"] == "7"
     assert [file.name for file in path.parent.iterdir()] == ["x.safetensors"]
+
+
+def test_a_file_with_another_alpha_keeps_its_effect(tmp_path):
+    model, other, x = ToyModel(), ToyModel(), torch.randn(3, 4, 2, 2)
+    adapter = moved_adapter(model, alpha=6.0)
+    write_lora(tmp_path / "x.safetensors", adapter, {})
+    again = Adapter(other, rank=2, alpha=2.0, targets="attention+mlp", seed=5)
+    again.load_state_dict(read_adapter(tmp_path / "x.safetensors", scale=1.0))
+    adapter.put_in(model)
+    again.put_in(other)
+    assert torch.allclose(model(x, 0.5), other(x, 0.5), atol=1e-5)
 
 
 def test_the_file_means_what_the_live_adapter_does():
@@ -129,6 +154,6 @@ def test_files_that_are_no_lora_are_refused(tmp_path):
     save_file({"some.weight": torch.zeros(2)}, other)
     broken.write_bytes(other.read_bytes()[:-3])
     with pytest.raises(ValueError, match=r"other.safetensors holds no .*some.weight"):
-        read_adapter(other)
+        read_adapter(other, scale=1.0)
     with pytest.raises(ValueError, match="broken.safetensors is not a complete"):
-        read_adapter(broken)
+        read_adapter(broken, scale=1.0)

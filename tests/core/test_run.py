@@ -112,6 +112,26 @@ def test_a_crash_between_state_and_log_is_mended(tmp_path):
     assert [json.dumps(entry) for entry in again.log()] == [json.dumps(json.loads(line)) for line in lines]
 
 
+def test_half_a_line_at_the_end_of_the_log_is_mended(tmp_path):
+    run, policy = toy_run(tmp_path)
+    train(run, policy, 2)
+    log = run.folder / "metrics.jsonl"
+    whole = log.read_text()
+    log.write_text(whole[: len(whole) - 40])
+    again, policy = toy_run(tmp_path)
+    train(again, policy, 1)
+    assert log.read_text().startswith(whole)
+    assert [entry["iteration"] for entry in again.log()] == [0, 1, 2]
+
+
+def test_a_damaged_state_names_the_file(tmp_path):
+    run, _ = toy_run(tmp_path)
+    state = run.folder / "state.safetensors"
+    state.write_bytes(state.read_bytes()[:100])
+    with pytest.raises(ValueError, match="state.safetensors is not a complete safetensors file"):
+        toy_run(tmp_path)
+
+
 def test_settings_are_checked():
     for bad in ({"rank": 0}, {"alpha": 0}, {"learning_rate": 0}, {"optimizer": "magic"}, {"ranks": 4}):
         with pytest.raises(ValueError, match=next(iter(bad))):

@@ -90,6 +90,13 @@ def test_log_probability_is_the_mean_gaussian_density(kernel):
     assert torch.allclose(scored.log_prob, density.flatten(1).mean(1), atol=1e-5)
 
 
+def test_the_first_step_of_a_flow_is_the_same_just_below_one():
+    """A scheduler's rounding must not multiply the noise."""
+    x = torch.randn(2, 4, 2, 2)
+    exact, rounded = (step("flow_sde", x, x, sigma, 0.95, eta=0.7, child=x).std for sigma in (1.0, 0.9999999))
+    assert rounded == pytest.approx(exact, rel=1e-3)
+
+
 def test_exactly_one_of_noise_and_child():
     x = torch.zeros(1, 4)
     for both in ({}, {"noise": x, "child": x}):
