@@ -84,6 +84,15 @@ class _ClipModel(comfy.sd1_clip.SDClipModel):
         )
         self.dtypes = {dtype} if dtype is not None else set()
 
+    def process_tokens(self, tokens: list[list[Any]], device: Any) -> Any:
+        """As core's, but the pooled output is read at the token with the highest id, the colour.
+
+        transformers, with which the encoder was trained, does so for every CLIP whose end token has id 2.
+        """
+        embeds, mask, _, info = super().process_tokens(tokens, device)
+        ids = [[token if isinstance(token, int) else -1 for token in row] for row in tokens]
+        return embeds, mask, [row.index(max(row)) + 1 for row in ids], info
+
 
 def _load_clip() -> Any:
     target = comfy.supported_models_base.ClipTarget(_Tokenizer, _ClipModel)

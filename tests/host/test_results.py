@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from graphs import ordinary_image, training
 from safetensors.numpy import load_file
 
 from tools.client import ExecutionError, Graph
+from treegrpo_core.bundled.captions import background_match, random_captions
 
 
 def almost_equal(a, b) -> bool:
@@ -117,6 +119,19 @@ def test_the_bundled_model_is_an_ordinary_model(comfy, graph):
     for pictures, colour in ((b, blue), (c, yellow)):
         corners = np.median(pictures[:, :3, :3].reshape(-1, 3), axis=0)
         assert np.abs(corners - colour).max() < 60
+
+
+def test_the_bundled_model_draws_what_it_was_trained_to(comfy, graph):
+    """Backgrounds are nearly solved by its training, if ComfyUI encodes prompts exactly as the training did."""
+    prompts = [str(caption) for caption in random_captions(32, seed=7)]
+    tiny = graph.add("TreeGRPOTinyModel")
+    pictures = [(prompt, ordinary_image(graph, tiny, tiny[0], prompt=prompt)) for prompt in dict.fromkeys(prompts)]
+    outputs = comfy.run(graph)
+    matches = [
+        float(background_match(torch.from_numpy(comfy.images(outputs[shown])) / 255, [prompt] * 4).mean())
+        for prompt, shown in pictures
+    ]
+    assert sum(matches) / len(matches) > 0.95
 
 
 def test_the_vae_rebuilds_a_picture(comfy, graph, tmp_path):
