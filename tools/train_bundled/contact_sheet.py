@@ -23,10 +23,8 @@ COLUMNS = 16
 
 def load() -> tuple[Trained, TinyVAE]:
     model, vae = Trained(), TinyVAE()
-    parts = {"denoiser": model.denoiser, "text_encoder": model.text, "vae": vae}
-    for name, module in parts.items():
-        state = {key: value.float() for key, value in load_file(ASSETS / f"{name}.safetensors").items()}
-        module.load_state_dict(state, strict=name != "text_encoder")
+    model.load_assets()
+    vae.load_state_dict(load_file(ASSETS / "vae.safetensors"))
     return model.eval(), vae.eval()
 
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
+from pack_assets import ASSETS
 from pictures import dataset, tokens
 from treegrpo_core.bundled.captions import MAX_TOKENS, VOCABULARY
 from treegrpo_core.bundled.vae import SCALE, SHIFT, TinyVAE
@@ -93,6 +94,12 @@ class Trained(nn.Module):
         self.denoiser = mmdit()
         self.text = text_encoder()
 
+    def load_assets(self) -> None:
+        """Take over the weights in assets/, which are stored in half precision."""
+        for name, part in (("denoiser", self.denoiser), ("text_encoder", self.text)):
+            state = {key: value.float() for key, value in load_file(ASSETS / f"{name}.safetensors").items()}
+            part.load_state_dict(state)
+
     def forward(self, x: Tensor, sigma: Tensor, ids: Tensor) -> Tensor:
         encoded = self.text(input_ids=ids)
         return self.denoiser(x, sigma * 1000, context=encoded.last_hidden_state, y=encoded.text_embeds)
@@ -124,7 +131,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--pictures", type=int, default=30000)
     parser.add_argument("--learning-rate", type=float, default=1.2e-3)
-    parser.add_argument("--start", help="go on from the output of an earlier call")
+    parser.add_argument("--start", action="store_true", help="go on from the weights in assets/")
     parser.add_argument("--output", default="denoiser.pt")
     args = parser.parse_args()
 
@@ -136,7 +143,7 @@ def main() -> None:
     del pixels
     model = Trained()
     if args.start:
-        model.load_state_dict(torch.load(args.start, weights_only=True))
+        model.load_assets()
     average = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     print(
