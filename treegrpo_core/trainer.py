@@ -127,40 +127,49 @@ def _one_pass(
 ) -> None:
     parameters = adapter.parameters()
     optimizer.zero_grad(set_to_none=True)
-    follow_device(optimizer)
-    edges = sum(level.log_prob.numel() for tree in trees for level in tree.growth.levels)
-    parents = sum(level.parents.shape[0] * level.parents.shape[1] for tree in trees for level in tree.growth.levels)
-    scale = gradient_scale(trees)
+    shares = Shares.of(trees)
     first = not tally.grad_norms and not tally.skipped
     for tree in trees:
 
         def work(denoise: Denoiser, tree: Tree = tree) -> None:
             for level, advantage in zip(tree.growth.levels, tree.advantages or (), strict=True):
-                _accumulate(denoise, tree, level, advantage, adapter, settings, tally, 1 / edges, 1 / parents, scale)
+                _accumulate(denoise, tree, level, advantage, adapter, settings, tally, shares)
 
         tree.policy.use(work, train=True)
         if first and tree.iteration == iteration:
             _check_replay(tally)
     for parameter in parameters:
         if parameter.grad is not None:
-            parameter.grad.div_(scale)
+            parameter.grad.div_(shares.scale)
     norm = float(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm))
     if math.isfinite(norm):
         tally.grad_norms.append(norm)
+        follow_device(optimizer)
         optimizer.step()
     else:
         tally.skipped += 1
     optimizer.zero_grad(set_to_none=True)
 
 
-def gradient_scale(trees: Sequence[Tree]) -> float:
-    """A power of two that brings the loss's gradient at the denoiser's output near 1.
+@dataclass(frozen=True)
+class Shares:
+    """What one edge's loss and one parent's KL weigh in the mean, and the scale of the gradient on its way back.
 
-    Log-probabilities and loss are means, over latent dimensions and over edges, so that gradient is far below what half
-    precision can hold. Scaling by a power of two, and back in the adapter's float32, changes nothing else.
+    ``scale`` is a power of two that brings the gradient at the denoiser's output near 1: log-probabilities and loss are
+    means, over latent dimensions and over edges, so it would be below what half precision can hold. It is divided out
+    again in the adapter's float32 and changes nothing else.
     """
-    edges = sum(level.log_prob.numel() for tree in trees for level in tree.growth.levels)
-    return 2.0 ** round(math.log2(edges * trees[0].leaves[0, 0].numel()))
+
+    edge: float
+    parent: float
+    scale: float
+
+    @classmethod
+    def of(cls, trees: Sequence[Tree]) -> Shares:
+        levels = [level for tree in trees for level in tree.growth.levels]
+        edges = sum(level.log_prob.numel() for level in levels)
+        parents = sum(level.parents.shape[0] * level.parents.shape[1] for level in levels)
+        return cls(1 / edges, 1 / parents, 2.0 ** round(math.log2(edges * trees[0].leaves[0, 0].numel())))
 
 
 def follow_device(optimizer: torch.optim.Optimizer) -> None:
@@ -179,9 +188,7 @@ def _accumulate(
     adapter: Adapter,
     settings: UpdateSettings,
     tally: Tally,
-    edge_weight: float,
-    parent_weight: float,
-    scale: float,
+    shares: Shares,
 ) -> None:
     """Add the gradient of one level, micro-batch by micro-batch."""
     k, sigma, sigma_next = level.branching, tree.sigmas[level.step], tree.sigmas[level.step + 1]
@@ -205,14 +212,14 @@ def _accumulate(
             child=children,
         )
         surrogate = clipped_surrogate(scored.log_prob, log_prob_old, a, settings.clip).sum()
-        loss = surrogate * edge_weight
+        loss = surrogate * shares.edge
         if settings.kl > 0:
             with torch.no_grad(), adapter.disabled():
                 reference = denoise(parents.flatten(0, 1), sigma)
             divergence = _divergence(tree, level, parents.flatten(0, 1), denoised, reference).sum()
-            loss = loss + settings.kl * divergence * parent_weight
+            loss = loss + settings.kl * divergence * shares.parent
             tally.kl += float(divergence.detach())
-        (loss * scale).backward(inputs=adapter.parameters())
+        (loss * shares.scale).backward(inputs=adapter.parameters())
 
         log_ratio = (scored.log_prob - log_prob_old).detach()
         tally.edges += len(log_ratio)
