@@ -14,6 +14,7 @@ import comfy.model_management
 import comfy.model_sampling
 import comfy.patcher_extension
 import comfy.samplers
+import comfy.sd1_clip
 import comfy.utils
 import folder_paths
 import torch
@@ -209,6 +210,12 @@ class GuidedPolicy:
             for name in ("conds", "inner_model", "loaded_models"):
                 self.guider.__dict__.pop(name, None)
         return session.result  # type: ignore[return-value]
+
+
+def plain_prompt(text: str) -> str:
+    """A prompt as a reward should read it: without ComfyUI's weights, ``(fox:1.3) on blue`` -> ``fox on blue``."""
+    parts = comfy.sd1_clip.token_weights(comfy.sd1_clip.escape_important(text), 1.0)
+    return " ".join(comfy.sd1_clip.unescape_important("".join(part for part, _weight in parts)).split())
 
 
 def prompt_rows(guider: Any) -> int:

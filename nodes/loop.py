@@ -67,6 +67,23 @@ def loop_body(graph: Any, start: str, end: str) -> frozenset[str]:
     return frozenset(body | {start, end})
 
 
+def checked_body(graph: Any, start: str, end: str) -> frozenset[str]:
+    """The loop's body; ValueError if it trains nothing or holds another loop."""
+    body = loop_body(graph, start, end)
+    classes = [graph.get_node(node)["class_type"] for node in body]
+    if "LoRAUpdate" not in classes:
+        raise ValueError(
+            "loop: there is no LoRAUpdate between this TreeGRPO Loop Start and Loop End; give LoRAUpdate's "
+            "inputs the POLICY of "
+            "the Loop Start that is connected here, and connect LoRAUpdate's POLICY to Loop End"
+        )
+    if classes.count("TreeGRPOLoopStart") > 1:
+        raise ValueError(
+            "loop: there is another loop inside this one; put loops one after the other and not into each other"
+        )
+    return body
+
+
 def _sources(graph: Any, node: str) -> set[str]:
     return {value[0] for value in graph.get_node(node)["inputs"].values() if is_link(value)}
 
@@ -177,7 +194,7 @@ class LoopEnd(io.ComfyNode):
         node, graph = cls.hidden.unique_id, cls.hidden.dynprompt
         state = graph.get_node(node)["inputs"].get(STATE_INPUT)
         if state is None:
-            state = LoopState(loop[0], node, loop_body(graph, loop[0].start, node))
+            state = LoopState(loop[0], node, checked_body(graph, loop[0].start, node))
         for old in state.previous:
             old.growth.forget()
         state = replace(state, done=state.done + 1, previous=tuple(tree))

@@ -144,9 +144,11 @@ class Policy(io.ComfyNode):
             return float("nan")
         path = host.runs_folder() / run_name / "state.safetensors"
         try:
-            return str(path.stat().st_mtime_ns)
+            found = path.stat()
         except (OSError, ValueError):
-            return "new"
+            return float("nan")
+        # The inode too: a restored copy can have the time of the file it replaces.
+        return f"{found.st_mtime_ns} {found.st_ino} {found.st_size}"
 
     @classmethod
     def execute(

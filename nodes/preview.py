@@ -69,7 +69,7 @@ class BestLeaf(io.ComfyNode):
         if tree.rewards is None:
             raise ValueError("tree: it has no rewards yet; connect it after RewardScorer or TreeGRPORewardFromFloats")
         if count > tree.plan.leaves:
-            raise ValueError(f"count is {count}, but each prompt has {tree.plan.leaves} leaves")
+            raise ValueError(f"count is {count}, but each prompt has only {tree.plan.leaves} leaves; lower count")
         best = tree.rewards.total.topk(count, dim=0).indices
         chosen = [tree.leaves[best[:, prompt], prompt] for prompt in range(len(tree.prompts))]
         policy: Any = tree.policy

@@ -165,7 +165,10 @@ class RewardFromFloats(io.ComfyNode):
             raise ValueError(f"tree: {len(tree)} trees at once; give this node one TREE")
         leaves = tree[0].plan.leaves * len(tree[0].prompts)
         if len(rewards) != leaves:
-            raise ValueError(f"rewards: {len(rewards)} numbers for {leaves} leaves; give exactly one number per leaf")
+            raise ValueError(
+                f"rewards: {len(rewards)} numbers for {leaves} leaves; give exactly one number per leaf, as a list "
+                "(Rebatch Images with batch size 1 before a node that scores one picture)"
+            )
         values = torch.tensor([float(value) for value in rewards])
         shaped = by_leaf(values, len(tree[0].prompts))[None]
         return io.NodeOutput(tree[0].scored(Rewards(("floats",), (1.0,), shaped)))

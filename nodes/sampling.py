@@ -100,8 +100,8 @@ class TreePlan(io.ComfyNode):
 def split_prompts(text: str, rows: int) -> tuple[str, ...]:
     """The prompts of ``rows`` rows of conditioning; ValueError if the counts differ."""
     if rows == 1:
-        return (" ".join(text.split()),)
-    lines = tuple(line.strip() for line in text.splitlines() if line.strip())
+        return (host.plain_prompt(text),)
+    lines = tuple(host.plain_prompt(line) for line in text.splitlines() if line.strip())
     if len(lines) != rows:
         raise ValueError(
             f"prompts: there are {len(lines)} lines, but the guider's conditioning has {rows} rows; "

@@ -9,7 +9,7 @@ from comfy_api.latest import io
 
 from ..treegrpo_core.lora import lora_tensors
 from ..treegrpo_core.run import Run
-from ..treegrpo_core.trainer import UpdateSettings
+from ..treegrpo_core.trainer import Metrics, UpdateSettings
 from ..treegrpo_core.tree import Tree
 from . import host
 from .policy import PolicyHandle
@@ -26,6 +26,20 @@ def loss_map(run: Run) -> dict[str, list[float]]:
     if min(losses) == max(losses):
         losses.append(losses[-1] + 1e-12)
     return {"loss": losses}
+
+
+def _summary(run: Run, trees: list[Tree], metrics: Metrics) -> str:
+    """One line for the node: the reward, and whatever is not as it should be."""
+    text = f"step {run.iteration}: reward {metrics.reward_mean:.4g} +- {metrics.reward_std:.2g}"
+    if metrics.nfe_train == 0:
+        text += "; all rewards are equal, nothing was trained"
+    if metrics.skipped:
+        text += f"; {metrics.skipped} steps skipped, gradient not finite"
+    if any(tree.iteration != metrics.iteration for tree in trees):
+        text += "; trained on an old tree: give TreeSampler the POLICY of TreeGRPO Loop Start"
+    if metrics.log_ratio_max > 1:
+        text += f"; log-ratio {metrics.log_ratio_max:.1e}, the policy jumps: lower the learning rate"
+    return text
 
 
 class LoRAUpdate(io.ComfyNode):
@@ -131,7 +145,7 @@ class LoRAUpdate(io.ComfyNode):
             metrics = run.update(tree, settings)
         host.release_memory()
         text = json.dumps(metrics.model_dump(), indent=1)
-        ui = {"text": [f"step {run.iteration}: reward {metrics.reward_mean:.4g} +- {metrics.reward_std:.2g}"]}
+        ui = {"text": [_summary(run, tree, metrics)]}
         # A loop keeps every output until the queue is done; a copy of the LoRA per update would fill the memory.
         used = host.output_is_used(cls.hidden.dynprompt, cls.hidden.unique_id, 1)
         return io.NodeOutput(policy[0], lora_tensors(run.adapter) if used else {}, loss_map(run), text, ui=ui)

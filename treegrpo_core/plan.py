@@ -166,7 +166,7 @@ def plan_for(source: Plan | Window, num_steps: int, iteration: int, seed: int) -
     if len(source.steps) != num_steps:
         raise ValueError(
             f"the plan '{source}' has {len(source.steps)} steps, but the sigmas have {num_steps}: "
-            "give one integer per sampling step"
+            "give one integer per sampling step, or a preset as many steps"
         )
     return source
 
@@ -191,7 +191,9 @@ def branch_grpo_plan(num_steps: int, splits: tuple[int, ...] = (0, 3, 6), branch
     """BranchGRPO (arXiv 2509.06040): stochastic throughout, splitting in ``branching`` at the steps ``splits``."""
     for split in splits:
         if not 0 <= split <= num_steps - 2:
-            raise ValueError(f"split {split} is outside the stochastic steps 0 .. {num_steps - 2}")
+            raise ValueError(
+                f"split {split} is outside the stochastic steps 0 .. {num_steps - 2}; use at least {split + 2} steps"
+            )
     return Plan(tuple(branching if step in splits else 1 for step in range(num_steps - 1)) + (0,))
 
 

@@ -84,10 +84,14 @@ class Run:
         """Start run ``name`` under ``root``, its adapter built for ``module`` and filled from ``start`` if given."""
         folder = root / check_name(name)
         if (folder / STATE).exists():
-            raise ValueError(f"run {name!r} exists already in {root}; choose another run name or 'continue'")
+            raise ValueError(
+                f"run {name!r} exists already in {root}; choose another run name, or set if_run_exists to 'continue'"
+            )
         run = cls(folder, settings, _adapter(settings, module))
         if start is not None:
             run.adapter.load_state_dict(start)
+        if (folder / LOG).exists():  # of a run whose state is gone
+            (folder / LOG).replace(folder / f"old {LOG}")
         run.save(None)
         return run
 
@@ -100,7 +104,8 @@ class Run:
         folder = root / check_name(name)
         if not (folder / STATE).exists():
             raise ValueError(
-                f"run {name!r} is not known in {root}; known runs: {', '.join(known_runs(root)) or 'none'}"
+                f"run {name!r} is not known in {root}; known runs: {', '.join(known_runs(root)) or 'none'}. "
+                "Correct run_name, or set if_run_exists to 'create'"
             )
         cls._check_settings(name, _read_metadata(folder / STATE)["settings"], settings)
         run = cls(folder, settings, _adapter(settings, module))
@@ -112,7 +117,9 @@ class Run:
         differing = []
         for key, value in wanted.model_dump().items():
             if key != "learning_rate" and stored.get(key) != value:
-                what = "another base model" if key == "base" else f"{key} {stored.get(key)!r}, not {value!r}"
+                what = (
+                    "another base model" if key == "base" else f"{key} {_shown(stored.get(key))}, not {_shown(value)}"
+                )
                 differing.append(what)
         if differing:
             raise ValueError(
@@ -207,6 +214,11 @@ class Run:
                     for key, value in state.items()
                 }
                 self.optimizer.state[parameter] = moments
+
+
+def _shown(value: Any) -> str:
+    """A setting as the node shows it: an empty start_from is 'none' there."""
+    return "'none'" if value == "" else repr(value)
 
 
 def _adapter(settings: RunSettings, module: nn.Module) -> Adapter:

@@ -127,3 +127,11 @@ def test_export_names_stay_in_the_loras_folder(comfy, nodes, name):
         comfy.run(nodes.graph)
     assert not list(comfy.base.glob("**/evil*"))
     assert len(sorted(comfy.base.rglob("*.safetensors"))) == len(before)
+
+
+def test_a_loop_that_trains_nothing(comfy, graph, run_name):
+    nodes = training(graph, run_name, iterations=2)
+    nodes.set("end", policy=nodes.start[1], tree=nodes.advantage[0])
+    del graph[nodes.update.id]
+    with pytest.raises(ExecutionError, match="there is no LoRAUpdate between"):
+        comfy.run(graph)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 
 import numpy as np
@@ -263,3 +264,23 @@ def test_a_loop_stops_after_its_minutes(comfy, graph, run_name):
     training(graph, run_name, iterations=1000).set("start", max_minutes=0.02)
     comfy.run(graph)
     assert 1 <= len(log_of(comfy, run_name)) < 1000
+
+
+def test_a_deleted_folder_starts_over_under_the_same_name(comfy, graph, run_name):
+    training(graph, run_name, iterations=2)
+    comfy.run(graph)
+    shutil.rmtree(comfy.output / "treegrpo" / run_name)
+    comfy.run(graph)
+    assert [entry["iteration"] for entry in log_of(comfy, run_name)] == [0, 1]
+
+
+def test_rewards_read_prompts_without_weights(comfy, run_name):
+    rewards = []
+    for index, prompt in enumerate(("fox on blue", "(fox:1.0) on blue")):
+        graph = Graph()
+        nodes = training(graph, f"{run_name} {index}").set("reward", name="background_match")
+        single = graph.add("CLIPTextEncode", clip=nodes.model[1], text=prompt)
+        nodes.set("guider", conditioning=single[0]).set("sampler", prompts=prompt)
+        comfy.run(graph)
+        rewards.append(log_of(comfy, f"{run_name} {index}")[0]["reward_mean"])
+    assert rewards[0] == rewards[1]
