@@ -84,14 +84,11 @@ def read_adapter(path: Path, scale: float) -> dict[str, Tensor]:
     }
     if not weights:
         raise ValueError(
-            f"{path.name} holds no '{PREFIX}<layer>.lora_A.weight' keys; only LoRA files in ComfyUI's own key "
-            "format can be "
-            f"started from (first keys: {sorted(tensors)[:3]})"
+            f"{path.name} holds no '{PREFIX}<layer>.lora_A.weight' keys; only LoRA files in ComfyUI's own key format "
+            f"can be started from (first keys: {sorted(tensors)[:3]})"
         )
-    for name in weights:
-        layer, is_b = name.removesuffix(".lora_B.weight"), name.endswith(".lora_B.weight")
-        alpha = tensors.get(f"{PREFIX}{layer}.alpha")
-        if is_b:
-            rank = weights[name].shape[1]
-            weights[name] = weights[name] * ((float(alpha) / rank if alpha is not None else 1.0) / scale)
+    for name, weight in weights.items():
+        if name.endswith(".lora_B.weight"):
+            alpha = tensors.get(f"{PREFIX}{name.removesuffix('.lora_B.weight')}.alpha")
+            weights[name] = weight * ((float(alpha) / weight.shape[1] if alpha is not None else 1.0) / scale)
     return weights
