@@ -1,9 +1,9 @@
 """EMOJI=... python train_reward.py --seconds 700 --output ../../assets/text_image_reward.safetensors
 
 Trains the text-image reward's two towers contrastively on the 'twitter' drawing style alone and judges them on the
-'google' style, the style of the generator, which they never see. Degraded
-pictures (blurred, fading, two things in one, partly erased) are trained to score below the clean picture of the same
-caption, the lower the worse they are.
+'google' style, the style of the generator, which they never see. Degraded pictures (blurred, fading, two things in one,
+partly erased, of a wrong size) are trained to score below the clean picture of the same caption, the lower the worse
+they are.
 """
 
 from __future__ import annotations
@@ -147,17 +147,24 @@ def develop(pixels: Tensor) -> Tensor:
     return (pixels + torch.randn_like(pixels) * random.uniform(0, 0.04)).clamp(0, 1) * 2 - 1
 
 
-def degraded(things: Tensor, other: Tensor, colours: Tensor) -> tuple[Tensor, Tensor]:
-    """Pictures (N, 3, 64, 64), each spoilt in one of four ways, and how badly (N,), in [0, 1]."""
+def resized(rgba: Tensor, factor: Tensor) -> Tensor:
+    """Things (N, 4, 64, 64) magnified about the picture's middle by factor (N,)."""
+    theta = torch.eye(2, 3) / factor[:, None, None]
+    return F.grid_sample(rgba, F.affine_grid(theta, list(rgba.shape), align_corners=False), align_corners=False)
+
+
+def degraded(things: Tensor, small: Tensor, other: Tensor, colours: Tensor) -> tuple[Tensor, Tensor]:
+    """Pictures (N, 3, 64, 64), each spoilt in one of five ways, and how badly (N,), in [0, 1]."""
     severity = uniform(len(things), 0.15, 1.0)
     amount = severity[:, None, None, None]
-    way = torch.arange(len(things)) % 4
+    way = torch.arange(len(things)) % 5
     fading, mixed = things * (1 - amount), torch.lerp(things, other, amount / 2)
-    ways = torch.stack([fading, mixed, cut(things, 0.2 + 0.8 * severity), things])
+    wrong_size = resized(things, torch.where(small, 1 + 0.8 * severity, 1 / (1 + 0.8 * severity)))
+    ways = torch.stack([fading, mixed, cut(things, 0.2 + 0.8 * severity), wrong_size, things])
     pixels = over(ways[way, torch.arange(len(things))], colours)
     radius = random.uniform(1.5, 5)
-    pixels[way == 3] = blur(pixels[way == 3], radius)
-    return pixels, torch.where(way == 3, radius / 5, severity)
+    pixels[way == 4] = blur(pixels[way == 4], radius)
+    return pixels, torch.where(way == 4, radius / 5, severity)
 
 
 def contrastive(pictures: Tensor, words: Tensor, right: Tensor, scale: Tensor) -> Tensor:
@@ -173,7 +180,7 @@ def step_loss(towers: Towers, store: Tensor, every: Tensor, log_scale: Tensor, g
     batch = Batch.draw(groups)
     things = clean(store, batch)
     some = torch.randperm(len(things))[: len(things) // 4]
-    spoilt, severity = degraded(things[some], things[some.roll(1)], batch.colours[some])
+    spoilt, severity = degraded(things[some], batch.small[some], things[some.roll(1)], batch.colours[some])
     shown = torch.cat([over(things, batch.colours), spoilt])
     pictures = towers.image(develop(shown).contiguous(memory_format=torch.channels_last))
     words, right = towers.text(every), batch.rows()

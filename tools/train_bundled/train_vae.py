@@ -10,8 +10,9 @@ import argparse
 import time
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from pack_assets import ASSETS
 from pictures import dataset
 from treegrpo_core.bundled.vae import TinyVAE
 
@@ -29,12 +30,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=900)
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--start", action="store_true", help="go on from the weights in assets/")
     parser.add_argument("--output", default="vae.safetensors")
     args = parser.parse_args()
 
     torch.manual_seed(0)
     pool, _ = dataset(12000, ("google", "twitter"), seed=0)
     vae = TinyVAE().to(memory_format=torch.channels_last)
+    if args.start:
+        vae.load_state_dict(load_file(ASSETS / "vae.safetensors"))
     optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, betas=(0.9, 0.99))
     start, step = time.time(), 0
     while (elapsed := time.time() - start) < args.seconds:
