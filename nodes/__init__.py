@@ -5,11 +5,12 @@ from comfy_api.latest import ComfyExtension, io
 from .advantage import TreeAdvantage
 from .export import Export
 from .loop import LoopEnd, LoopStart
+from .plan import Schedule, TreePlan
 from .policy import Policy
 from .preview import BestLeaf, Preview
 from .prompts import Encode, Prompts
 from .reward import RewardFromFloats, RewardModel, RewardScorer
-from .sampling import TreePlan, TreeSampler
+from .sampling import TreeSampler
 from .tiny_model import TinyModel
 from .update import LoRAUpdate
 
@@ -19,6 +20,7 @@ NODES: list[type[io.ComfyNode]] = [
     Prompts,
     Encode,
     TreePlan,
+    Schedule,
     TreeSampler,
     RewardModel,
     RewardScorer,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,12 +22,16 @@ import folder_paths
 import torch
 from torch import Tensor, nn
 
+from ..treegrpo_core.adapter import Adapter
+from ..treegrpo_core.architectures import Architecture, architecture_of
+from ..treegrpo_core.memory import gradient_checkpointing
 from ..treegrpo_core.plan import derive_seed
-from ..treegrpo_core.policy import Adapter, Denoiser
+from ..treegrpo_core.policy import Denoiser
 from ..treegrpo_core.run import Run
 from ..treegrpo_core.transition import Prediction
 
 T = TypeVar("T")
+log = logging.getLogger("treegrpo")
 INJECTION = "treegrpo"
 
 
@@ -50,6 +56,17 @@ def prediction_of(model_sampling: Any) -> Prediction:
         "v-prediction; "
         "TreeGRPO has no stochastic kernel for it"
     )
+
+
+def architecture(patcher: Any) -> Architecture:
+    """The model's family."""
+    return architecture_of(parent.__name__ for parent in type(patcher.model.model_config).__mro__)
+
+
+def schedule(patcher: Any, scheduler: str, steps: int) -> Tensor:
+    """Sigmas (steps + 1,) of one of ComfyUI's schedulers under the model's own sampling object, ending at 0."""
+    sampling = patcher.get_model_object("model_sampling")
+    return comfy.samplers.calculate_sigmas(sampling, scheduler, steps).cpu()  # type: ignore[no-any-return]
 
 
 def fingerprint(patcher: Any) -> str:
@@ -164,8 +181,8 @@ def detached(value: Any) -> Any:
 class _Session(comfy.samplers.Sampler):
     """Our way in: ComfyUI loads the model, prepares conditioning and calls :meth:`sample` with the guided denoiser."""
 
-    def __init__(self, work: Callable[[Denoiser, Any, Tensor], Any], *, train: bool) -> None:
-        self.work, self.train, self.result = work, train, None
+    def __init__(self, work: Callable[[Denoiser, Any, Tensor], Any], *, train: bool, checkpointing: bool) -> None:
+        self.work, self.train, self.checkpointing, self.result = work, train, checkpointing, None
 
     def sample(  # type: ignore[no-untyped-def]
         self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, disable_pbar=False
@@ -174,10 +191,14 @@ class _Session(comfy.samplers.Sampler):
             comfy.model_management.throw_exception_if_processing_interrupted()
             return model_wrap(x, torch.full((len(x),), sigma, device=x.device), **extra_args)
 
-        with outside_inference_mode(), torch.set_grad_enabled(self.train):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(outside_inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.train))
             if self.train:
                 make_differentiable(model_wrap.inner_model.diffusion_model)
                 model_wrap.conds = detached(model_wrap.conds)
+            if self.checkpointing:
+                stack.enter_context(gradient_checkpointing(model_wrap.inner_model.diffusion_model))
             latent = torch.zeros_like(noise) if latent_image is None else latent_image.clone()
             self.result = self.work(denoise, model_wrap.inner_model.model_sampling, latent)
         return torch.zeros_like(noise)
@@ -195,12 +216,18 @@ class GuidedPolicy:
     prediction: Prediction
     seed: int = field(default=0)
 
-    def use(self, work: Callable[[Denoiser], T], *, train: bool) -> T:
-        return self.open(lambda denoise, _sampling, _latent: work(denoise), train=train)
+    def use(self, work: Callable[[Denoiser], T], *, train: bool, checkpointing: bool = False) -> T:
+        return self.open(lambda denoise, _sampling, _latent: work(denoise), train=train, checkpointing=checkpointing)
 
-    def open(self, work: Callable[[Denoiser, Any, Tensor], T], *, train: bool) -> T:
+    def open(self, work: Callable[[Denoiser, Any, Tensor], T], *, train: bool, checkpointing: bool = False) -> T:
         """Like :meth:`use`, with the model's sampling object and the latent image as the denoiser sees it."""
-        session = _Session(work, train=train)
+
+        def session_work(denoise: Denoiser, sampling: Any, latent: Tensor) -> T:
+            if train:
+                _unload_others(self.guider)
+            return work(denoise, sampling, latent)
+
+        session = _Session(session_work, train=train, checkpointing=checkpointing)
         noise = torch.zeros_like(self.latent)
         try:
             self.guider.sample(noise, self.latent, session, self.sigmas, disable_pbar=True, seed=self.seed)
@@ -210,6 +237,30 @@ class GuidedPolicy:
             for name in ("conds", "inner_model", "loaded_models"):
                 self.guider.__dict__.pop(name, None)
         return session.result  # type: ignore[return-value]
+
+
+def _unload_others(guider: Any) -> None:
+    """Take VAE, text encoder and whatever else the sampling does not use off the device before a backward fills it."""
+    ours = [patcher.model for patcher in (guider.model_patcher, *guider.loaded_models)]
+    loaded = comfy.model_management.current_loaded_models
+    keep = [entry for entry in loaded if entry.model is not None and any(entry.model.model is one for one in ours)]
+    comfy.model_management.free_memory(1e30, guider.model_patcher.load_device, keep_loaded=keep)
+
+
+def free_memory(patcher: Any) -> int:
+    """Bytes free on the device the model computes on."""
+    return int(comfy.model_management.get_free_memory(patcher.load_device))
+
+
+def warn_of_double_guidance(guider: Any) -> None:
+    """CFG on top of a guidance that was distilled into the model burns pictures; it is allowed, but seldom meant."""
+    config = guider.model_patcher.model.model_config.unet_config
+    if config.get("guidance_embed") and getattr(guider, "cfg", 1.0) != 1.0:
+        log.warning(
+            "TreeGRPO: the guider's cfg is %s, but guidance is distilled into this model; use BasicGuider with "
+            "FluxGuidance, or cfg 1",
+            guider.cfg,
+        )
 
 
 def plain_prompt(text: str) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 import folder_paths
 from comfy_api.latest import io
 
-from ..treegrpo_core.lora import read_adapter
-from ..treegrpo_core.policy import TARGETS
+from ..treegrpo_core.adapter import KINDS, TARGETS
+from ..treegrpo_core.lora import read_layers
 from ..treegrpo_core.run import Run, RunSettings, check_name
 from . import host
 from .types import CATEGORY, PolicyType
@@ -47,7 +47,7 @@ def open_run(patcher: Any, name: str, settings: RunSettings, if_run_exists: str)
         else:
             start = None
             if settings.start_from:
-                start = read_adapter(_lora_path(settings.start_from), settings.alpha / settings.rank)
+                start = read_layers(_lora_path(settings.start_from))
             run = Run.create(root, name, settings, module, start)
     RUNS[folder] = run
     return run
@@ -95,7 +95,8 @@ class Policy(io.ComfyNode):
                     "targets",
                     options=list(TARGETS),
                     default="attention+mlp",
-                    tooltip="Which linear layers get a LoRA. Fixed for a run.",
+                    tooltip="Which linear layers of the model's blocks get an adapter. The text encoder never does. "
+                    "Fixed for a run.",
                 ),
                 io.Float.Input(
                     "learning_rate",
@@ -127,6 +128,21 @@ class Policy(io.ComfyNode):
                     default="none",
                     tooltip="LoRA file of this model family to start a new run from. 'none' starts from the base "
                     "model.",
+                ),
+                io.Combo.Input(
+                    "adapter",
+                    options=list(KINDS),
+                    default="lora",
+                    optional=True,
+                    tooltip="lora loads everywhere; rslora scales with the square root of the rank; dora, loha and "
+                    "lokr are exported for ComfyUI only. Fixed for a run.",
+                ),
+                io.String.Input(
+                    "target_pattern",
+                    default="",
+                    optional=True,
+                    tooltip="Regular expression over whole layer names, such as .*attn2.* ; replaces targets if not "
+                    "empty. Fixed for a run.",
                 ),
             ],
             outputs=[
@@ -163,13 +179,17 @@ class Policy(io.ComfyNode):
         seed: int,
         if_run_exists: str,
         start_from: str,
+        adapter: str = "lora",
+        target_pattern: str = "",
     ) -> io.NodeOutput:
         host.prediction_of(model.get_model_object("model_sampling"))
         settings = RunSettings(
             base=host.fingerprint(model),
             rank=rank,
             alpha=alpha,
-            targets=targets,
+            targets=target_pattern.strip() or targets,
+            kind=adapter,  # type: ignore[arg-type]
+            architecture=host.architecture(model).name,
             optimizer=optimizer,  # type: ignore[arg-type]
             learning_rate=learning_rate,
             seed=seed,

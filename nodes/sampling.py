@@ -1,7 +1,8 @@
-"""Where the tree grows: plans and the tree sampler."""
+"""Where the tree grows."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 from comfy_api.latest import io
 from torch import Tensor
 
-from ..treegrpo_core import plan as plans
+from ..treegrpo_core.memory import Estimate, measure_activations
 from ..treegrpo_core.plan import Plan, Window, derive_seed, plan_for
 from ..treegrpo_core.policy import Denoiser
 from ..treegrpo_core.sampler import check_schedule, grow
@@ -21,80 +22,7 @@ from . import host
 from .policy import PolicyHandle
 from .types import CATEGORY, PlanType, PolicyType, TreeType
 
-PRESETS = ["row", "Flow-GRPO", "DanceGRPO", "MixGRPO", "BranchGRPO", "Flow-GRPO-Fast"]
-
-
-def preset_plan(preset: str, row: str, steps: int, group: int, window: int, start: int, roots: int) -> Plan:
-    """The plan of a method by name, or the row of integers itself."""
-    if preset == "row":
-        return Plan.parse(row, roots)
-    if preset == "Flow-GRPO":
-        return plans.flow_grpo_plan(steps, group)
-    if preset == "DanceGRPO":
-        return plans.dance_grpo_plan(steps, group)
-    if preset == "MixGRPO":
-        return plans.mix_grpo_plan(steps, group, window, start)
-    if preset == "BranchGRPO":
-        return plans.branch_grpo_plan(steps)
-    return plans.flow_grpo_fast_plan(steps, group, start, window)
-
-
-class TreePlan(io.ComfyNode):
-    """Writes down a plan."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TreeGRPOPlan",
-            display_name="TreeGRPO Plan",
-            category=CATEGORY,
-            description="What every sampling step does, as a row of integers: 0 deterministic, k stochastic with "
-            "k children per node. "
-            "TreeGRPO and its rivals are all such rows.",
-            inputs=[
-                io.Combo.Input(
-                    "preset",
-                    options=PRESETS,
-                    default="row",
-                    tooltip="A published method, or 'row' for your own integers.",
-                ),
-                io.String.Input(
-                    "row",
-                    default="0 3 3 3 0 0 0 0 0 0",
-                    tooltip="For 'row': one integer per sampling step; the last must be 0.",
-                ),
-                io.Int.Input(
-                    "roots", default=1, min=1, max=1024, tooltip="For 'row': independent initial noises per prompt."
-                ),
-                io.Int.Input(
-                    "steps",
-                    default=10,
-                    min=2,
-                    max=1000,
-                    tooltip="For presets: sampling steps, as many as the sigmas have.",
-                ),
-                io.Int.Input("group", default=12, min=2, max=4096, tooltip="For presets: images per prompt."),
-                io.Int.Input(
-                    "window", default=4, min=1, max=1000, tooltip="For MixGRPO and Flow-GRPO-Fast: stochastic steps."
-                ),
-                io.Int.Input(
-                    "start",
-                    default=0,
-                    min=0,
-                    max=1000,
-                    tooltip="For MixGRPO and Flow-GRPO-Fast: first stochastic step.",
-                ),
-            ],
-            outputs=[
-                PlanType.Output(display_name="TREE_PLAN", tooltip="For TreeSampler; replaces its window settings.")
-            ],
-        )
-
-    @classmethod
-    def execute(
-        cls, preset: str, row: str, roots: int, steps: int, group: int, window: int, start: int
-    ) -> io.NodeOutput:
-        return io.NodeOutput(preset_plan(preset, row, steps, group, window, start, roots))
+log = logging.getLogger("treegrpo")
 
 
 def split_prompts(text: str, rows: int) -> tuple[str, ...]:
@@ -205,6 +133,13 @@ class TreeSampler(io.ComfyNode):
                     tooltip="Most latents per model forward; lower it to save memory.",
                 ),
                 PlanType.Input("plan", optional=True, tooltip="Replaces branching, depth, window, r and start."),
+                io.Boolean.Input(
+                    "store_on_cpu",
+                    default=False,
+                    optional=True,
+                    tooltip="Keep the tree's latents in main memory until they are needed: for large trees of large "
+                    "latents.",
+                ),
             ],
             outputs=[TreeType.Output(display_name="TREE", tooltip="The trees, for RewardScorer and the rest.")],
             hidden=[io.Hidden.unique_id],
@@ -228,6 +163,7 @@ class TreeSampler(io.ComfyNode):
         eta: float,
         max_batch: int,
         plan: Plan | None = None,
+        store_on_cpu: bool = False,
     ) -> io.NodeOutput:
         run, model = policy.run, guider.model_patcher
         if host.adapter_of(model) is not run.adapter:
@@ -241,7 +177,8 @@ class TreeSampler(io.ComfyNode):
         this_plan = plan_for(source, len(schedule) - 1, run.iteration, noise.seed)
         check_schedule(schedule, this_plan)
         prediction = host.prediction_of(model.get_model_object("model_sampling"))
-        kernel = choose_kernel(kernel, prediction)
+        kernel = choose_kernel(kernel, prediction, host.architecture(model).kernel)
+        host.warn_of_double_guidance(guider)
         texts = split_prompts(prompts, host.prompt_rows(guider))
         size = host.fix_latent(model, latent, len(texts))
         tree = Tree(
@@ -254,10 +191,29 @@ class TreeSampler(io.ComfyNode):
             iteration=run.iteration,
             growth=Growth([], size, 0),
         )
-        return io.NodeOutput(_grown(tree, noise, max_batch, cls.hidden.unique_id))
+        if run.iteration == 0:
+            log.info("TreeGRPO: run %s, %s", run.name, _estimate(tree))
+        store = torch.device("cpu") if store_on_cpu else None
+        return io.NodeOutput(_grown(tree, noise, max_batch, store, cls.hidden.unique_id))
 
 
-def _grown(tree: Tree, noise: Any, max_batch: int, node_id: str | None) -> Tree:
+def _estimate(tree: Tree) -> str:
+    """What the run's updates will need in memory, measured by one forward of one node."""
+    policy: host.GuidedPolicy = tree.policy  # type: ignore[assignment]
+
+    def work(denoise: Denoiser, _sampling: Any, latent: Tensor) -> str:
+        module = policy.guider.model_patcher.model.diffusion_model
+        node = measure_activations(module, lambda: denoise(latent, tree.sigmas[0]))
+        estimate = Estimate.of(module, policy.run.adapter, tree.plan, latent, node)
+        return estimate.text(host.free_memory(policy.guider.model_patcher) + estimate.weights)
+
+    try:
+        return policy.open(work, train=True)
+    except torch.cuda.OutOfMemoryError:
+        return "memory: one node does not fit without gradient_checkpointing; turn it on in LoRAUpdate"
+
+
+def _grown(tree: Tree, noise: Any, max_batch: int, store: torch.device | None, node_id: str | None) -> Tree:
     start = time.perf_counter()
     bar = host.progress(tree.plan.nfe_sample * len(tree.prompts), node_id)
     policy: host.GuidedPolicy = tree.policy  # type: ignore[assignment]
@@ -282,6 +238,7 @@ def _grown(tree: Tree, noise: Any, max_batch: int, node_id: str | None) -> Tree:
             seed=seed,
             prompts=keys,
             max_batch=max_batch,
+            store=store,
         )
 
     growth = policy.open(work, train=False)

@@ -8,8 +8,9 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..treegrpo_core.lora import lora_tensors
+from ..treegrpo_core.metrics import Metrics
 from ..treegrpo_core.run import Run
-from ..treegrpo_core.trainer import Metrics, UpdateSettings
+from ..treegrpo_core.trainer import NOISE_MARGIN, UpdateSettings
 from ..treegrpo_core.tree import Tree
 from . import host
 from .policy import PolicyHandle
@@ -28,9 +29,13 @@ def loss_map(run: Run) -> dict[str, list[float]]:
     return {"loss": losses}
 
 
-def _summary(run: Run, trees: list[Tree], metrics: Metrics) -> str:
+def _summary(run: Run, trees: list[Tree], metrics: Metrics, asked: float) -> str:
     """One line for the node: the reward, and whatever is not as it should be."""
     text = f"step {run.iteration}: reward {metrics.reward_mean:.4g} +- {metrics.reward_std:.2g}"
+    if run.iteration == 1:
+        text += f"; replay noise {metrics.replay_noise:.1e}"
+    if metrics.clip > asked:
+        text += f"; clip raised from {asked:.1e} to {metrics.clip:.1e}, {NOISE_MARGIN:g} times the replay noise"
     if metrics.nfe_train == 0:
         text += "; all rewards are equal, nothing was trained"
     if metrics.skipped:
@@ -101,6 +106,13 @@ class LoRAUpdate(io.ComfyNode):
                     step=0.1,
                     tooltip="Advantages are cut at plus and minus this many standard deviations.",
                 ),
+                io.Boolean.Input(
+                    "gradient_checkpointing",
+                    default=False,
+                    optional=True,
+                    tooltip="Compute the model's blocks again in the backward pass: about a third more time for a "
+                    "fraction of the memory. Needed for large models on consumer cards.",
+                ),
             ],
             outputs=[
                 PolicyType.Output(display_name="POLICY", tooltip="The run, one step further."),
@@ -124,6 +136,7 @@ class LoRAUpdate(io.ComfyNode):
         max_batch: list[int],
         max_grad_norm: list[float],
         advantage_clip: list[float],
+        gradient_checkpointing: list[bool] | None = None,
     ) -> io.NodeOutput:
         run = policy[0].run
         for one in tree:
@@ -140,12 +153,13 @@ class LoRAUpdate(io.ComfyNode):
             max_batch=max_batch[0],
             max_grad_norm=max_grad_norm[0],
             advantage_clip=advantage_clip[0],
+            gradient_checkpointing=bool(gradient_checkpointing and gradient_checkpointing[0]),
         )
         with host.outside_inference_mode():
             metrics = run.update(tree, settings)
         host.release_memory()
         text = json.dumps(metrics.model_dump(), indent=1)
-        ui = {"text": [_summary(run, tree, metrics)]}
+        ui = {"text": [_summary(run, tree, metrics, settings.clip)]}
         # A loop keeps every output until the queue is done; a copy of the LoRA per update would fill the memory.
         used = host.output_is_used(cls.hidden.dynprompt, cls.hidden.unique_id, 1)
         return io.NodeOutput(policy[0], lora_tensors(run.adapter) if used else {}, loss_map(run), text, ui=ui)

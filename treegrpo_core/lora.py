@@ -9,20 +9,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .policy import Adapter
+from .adapter import Adapter
 
 PREFIX = "diffusion_model."
 
 
 def lora_tensors(adapter: Adapter) -> dict[str, Tensor]:
     """The adapter as a LoRA state dictionary: what core's LORA_MODEL type carries."""
-    tensors: dict[str, Tensor] = {f"{PREFIX}{name}": value for name, value in adapter.state_dict().items()}
-    for layer in adapter.layers:
-        tensors[f"{PREFIX}{layer}.alpha"] = torch.tensor(float(adapter.alpha))
-    return tensors
+    return {
+        f"{PREFIX}{layer}.{part}": value.contiguous()
+        for layer, parts in adapter.factors().items()
+        for part, value in parts.items()
+    }
 
 
 def metadata(adapter: Adapter, title: str, iteration: int, extra: Mapping[str, Any]) -> dict[str, str]:
@@ -62,10 +62,9 @@ def read_header(path: Path) -> dict[str, str]:
         ) from None
 
 
-def read_adapter(path: Path, scale: float) -> dict[str, Tensor]:
-    """Adapter weights (as :meth:`Adapter.load_state_dict` takes them) of a file in this format.
+def read_layers(path: Path) -> dict[str, dict[str, Tensor]]:
+    """The layers of a file in this format, as :meth:`Adapter.load_factors` takes them.
 
-    ``scale`` is alpha / rank of the adapter they are for; a file with another one is converted, its effect stays.
     Raises ValueError for a file that is no LoRA of this format.
     """
     from safetensors import SafetensorError
@@ -77,18 +76,14 @@ def read_adapter(path: Path, scale: float) -> dict[str, Tensor]:
         raise ValueError(
             f"{path.name} is not a complete safetensors file ({error}); export or download it again"
         ) from None
-    weights = {
-        name[len(PREFIX) :]: value.float()
-        for name, value in tensors.items()
-        if name.startswith(PREFIX) and name.endswith((".lora_A.weight", ".lora_B.weight"))
-    }
-    if not weights:
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        for part in ("lora_A.weight", "lora_B.weight", "alpha"):
+            if name.startswith(PREFIX) and name.endswith(f".{part}"):
+                layers.setdefault(name[len(PREFIX) : -len(part) - 1], {})[part] = value
+    if not layers:
         raise ValueError(
             f"{path.name} holds no '{PREFIX}<layer>.lora_A.weight' keys; only LoRA files in ComfyUI's own key format "
             f"can be started from (first keys: {sorted(tensors)[:3]})"
         )
-    for name, weight in weights.items():
-        if name.endswith(".lora_B.weight"):
-            alpha = tensors.get(f"{PREFIX}{name.removesuffix('.lora_B.weight')}.alpha")
-            weights[name] = weight * ((float(alpha) / weight.shape[1] if alpha is not None else 1.0) / scale)
-    return weights
+    return layers

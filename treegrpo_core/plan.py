@@ -77,6 +77,16 @@ class Plan:
         return self.nodes(len(self.steps))
 
     @property
+    def stored(self) -> int:
+        """Latents the trees of one prompt keep: parents and children of the stochastic steps, and the leaves."""
+        kept = self.leaves
+        for step in self.stochastic_steps:
+            kept += self.nodes(step + 1)
+            if step == 0 or not self.steps[step - 1]:  # else the parents are the children of the step before
+                kept += self.nodes(step)
+        return kept
+
+    @property
     def nfe_sample(self) -> int:
         """Model forwards that grow the trees of one prompt; guidance passes are not counted."""
         return sum(self.nodes(step) for step in range(len(self.steps)))

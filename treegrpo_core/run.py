@@ -17,8 +17,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
-from .policy import Adapter
-from .trainer import Metrics, UpdateSettings, update
+from .adapter import Adapter
+from .architectures import OTHER, architecture_named
+from .metrics import Metrics
+from .trainer import UpdateSettings, update
 from .tree import Tree
 
 STATE, LOG = "state.safetensors", "metrics.jsonl"
@@ -35,6 +37,11 @@ class RunSettings(BaseModel):
     rank: int = Field(default=16, ge=1)
     alpha: float = Field(default=16.0, gt=0)
     targets: str = "attention+mlp"
+    """A preset of :data:`.adapter.TARGETS` or a regular expression over layer names."""
+    kind: Literal["lora", "rslora", "dora", "loha", "lokr"] = "lora"
+    """Kind of the adapter, see :data:`.adapter.KINDS`."""
+    architecture: str = OTHER.name
+    """Model family, an entry of :data:`.architectures.ARCHITECTURES`."""
     optimizer: Literal["adamw"] = "adamw"
     learning_rate: float = Field(default=1e-4, gt=0)
     seed: int = Field(default=0, ge=0)
@@ -58,6 +65,10 @@ def known_runs(root: Path) -> list[str]:
     return sorted(path.parent.name for path in root.glob(f"*/{STATE}"))
 
 
+AVERAGE_DECAY = 0.95
+"""Of the moving average of the adapter's weights; shorter in a run's first updates."""
+
+
 class Run:
     """A run in memory, in step with its folder. Use :meth:`open` or :meth:`create`."""
 
@@ -65,6 +76,9 @@ class Run:
         self.folder, self.settings, self.adapter = folder, settings, adapter
         self.iteration = 0
         self.losses: list[float] = []
+        self.replay_noise = 0.0
+        self.average = adapter.state_dict()
+        """Exponential moving average of the adapter's weights, one term per update."""
         self.optimizer = torch.optim.AdamW(
             # Gradients here are tiny; Adam's usual eps of 1e-8 would swallow them.
             adapter.parameters(),
@@ -79,9 +93,17 @@ class Run:
 
     @classmethod
     def create(
-        cls, root: Path, name: str, settings: RunSettings, module: nn.Module, start: dict[str, Tensor] | None = None
+        cls,
+        root: Path,
+        name: str,
+        settings: RunSettings,
+        module: nn.Module,
+        start: dict[str, dict[str, Tensor]] | None = None,
     ) -> Run:
-        """Start run ``name`` under ``root``, its adapter built for ``module`` and filled from ``start`` if given."""
+        """Start run ``name`` under ``root``, its adapter built for ``module``.
+
+        ``start``: the layers of a LoRA file (:meth:`Adapter.load_factors`) to start from.
+        """
         folder = root / check_name(name)
         if (folder / STATE).exists():
             raise ValueError(
@@ -89,7 +111,8 @@ class Run:
             )
         run = cls(folder, settings, _adapter(settings, module))
         if start is not None:
-            run.adapter.load_state_dict(start)
+            run.adapter.load_factors(start)
+            run.average = run.adapter.state_dict()
         if (folder / LOG).exists():  # of a run whose state is gone
             (folder / LOG).replace(folder / f"old {LOG}")
         run.save(None)
@@ -115,6 +138,7 @@ class Run:
     @staticmethod
     def _check_settings(name: str, stored: dict[str, Any], wanted: RunSettings) -> None:
         differing = []
+        stored = RunSettings(**stored).model_dump()
         for key, value in wanted.model_dump().items():
             if key != "learning_rate" and stored.get(key) != value:
                 what = (
@@ -149,27 +173,41 @@ class Run:
         tensors = load_file(self.folder / STATE)
         self.adapter.load_state_dict(_with_prefix(tensors, "adapter."))
         self._load_optimizer(_with_prefix(tensors, "optimizer."))
+        average = _with_prefix(tensors, "average.")
+        self.average = {name: value.clone() for name, value in average.items()} or self.adapter.state_dict()
         self.iteration = int(metadata["iteration"])
         self._complete_log(metadata["metrics"])
-        self.losses = [entry["loss"] for entry in self.log()]
+        entries = self.log()
+        self.losses = [entry["loss"] for entry in entries]
+        self.replay_noise = entries[-1].get("replay_noise", 0.0) if entries else 0.0
 
     def update(self, trees: Sequence[Tree], settings: UpdateSettings) -> Metrics:
         """One update, saved to disk before it counts. If it fails, the run is set back to its last saved state."""
         try:
-            metrics = update(trees, self.adapter, self.optimizer, settings, iteration=self.iteration)
+            metrics = update(
+                trees, self.adapter, self.optimizer, settings, iteration=self.iteration, noise=self.replay_noise
+            )
             self.iteration += 1
+            self._move_average()
             self.save(metrics)
         except BaseException:
             self.reload()
             raise
         self.losses.append(metrics.loss)
+        self.replay_noise = metrics.replay_noise or self.replay_noise
         return metrics
+
+    def _move_average(self) -> None:
+        decay = min(AVERAGE_DECAY, self.iteration / (self.iteration + 9))
+        for name, value in self.adapter.state_dict().items():
+            self.average[name].lerp_(value, 1 - decay)
 
     def save(self, metrics: Metrics | None) -> None:
         """Write the state file in one atomic step, then append ``metrics`` to the log."""
         from safetensors.torch import save_file
 
         tensors = {f"adapter.{name}": value for name, value in self.adapter.state_dict().items()}
+        tensors.update({f"average.{name}": value for name, value in self.average.items()})
         tensors.update({f"optimizer.{name}": value for name, value in self._optimizer_state().items()})
         line = metrics.model_dump_json() if metrics else ""
         metadata = {"settings": self.settings.model_dump_json(), "iteration": str(self.iteration), "metrics": line}
@@ -222,7 +260,15 @@ def _shown(value: Any) -> str:
 
 
 def _adapter(settings: RunSettings, module: nn.Module) -> Adapter:
-    return Adapter(module, rank=settings.rank, alpha=settings.alpha, targets=settings.targets, seed=settings.seed)
+    return Adapter(
+        module,
+        rank=settings.rank,
+        alpha=settings.alpha,
+        targets=settings.targets,
+        seed=settings.seed,
+        kind=settings.kind,
+        architecture=architecture_named(settings.architecture),
+    )
 
 
 def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

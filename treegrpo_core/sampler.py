@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .batches import MicroBatches
 from .plan import Plan, derive_seed
 from .policy import Denoiser
 from .transition import ode_step, step
-from .tree import Growth, Level, map_nodes
+from .tree import Growth, Level
 
 
 def node_path(node: int, branching: Sequence[int]) -> tuple[int, ...]:
@@ -53,26 +54,29 @@ def grow(
     seed: int,
     prompts: Sequence[int] | None = None,
     max_batch: int = 64,
+    store: torch.device | None = None,
 ) -> Growth:
     """Sample the trees of all prompts as one frontier.
 
     roots: (R, P, *latent), noised latents at ``sigmas[0]`` in storage dtype; sigmas: T + 1 decreasing noise levels,
     the last 0; prompts: P keys of the prompts in the noise's seed (default 0 .. P - 1). The result is the same for
     every ``max_batch``: bitwise where the model computes each row of a batch alike, else within the model's own float
-    tolerance.
+    tolerance. Only the window's states and the leaves are kept, on ``store`` (default: where they were computed).
     """
     check_schedule(sigmas, plan)
     if roots.shape[0] != plan.roots:
         raise ValueError(f"the plan has {plan.roots} roots, got noise for {roots.shape[0]}")
     keys = range(roots.shape[1]) if prompts is None else prompts
+    batches = MicroBatches(max_batch, roots.shape[1])
     x, forwards = roots, 0
+    stored: Tensor | None = None  # x where it is kept; children are the parents of the next level and are kept once
     levels: list[Level] = []
     for index, k in enumerate(plan.steps):
         sigma, sigma_next = sigmas[index], sigmas[index + 1]
-        denoised = map_nodes(lambda rows, sigma=sigma: denoise(rows, sigma), x, max_batch)  # type: ignore[misc]
+        denoised = batches.map(lambda rows, sigma=sigma: denoise(rows, sigma), x)  # type: ignore[misc]
         forwards += len(x)
         if k == 0:
-            x = ode_step(x, denoised, sigma, sigma_next)
+            x, stored = ode_step(x, denoised, sigma, sigma_next), None
             continue
         branching = plan.branching[: len(levels) + 1]
         noise = level_noise(x.shape[2:], seed, keys, branching, len(x) * k).to(x.device)
@@ -86,9 +90,11 @@ def grow(
             noise=noise.flatten(0, 1),
         )
         shape = (len(x) * k, x.shape[1])
-        levels.append(Level(index, k, x, drawn.child.unflatten(0, shape), drawn.log_prob.unflatten(0, shape)))
-        x = levels[-1].children
-    return Growth(levels, x, forwards)
+        parents = x.to(store or x.device) if stored is None else stored
+        x = drawn.child.unflatten(0, shape)
+        stored = x.to(store or x.device)
+        levels.append(Level(index, k, parents, stored, drawn.log_prob.unflatten(0, shape).to(store or x.device)))
+    return Growth(levels, x.to(store or x.device), forwards)
 
 
 def check_schedule(sigmas: Sequence[float], plan: Plan) -> None:

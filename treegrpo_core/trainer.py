@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from .adapter import Adapter
+from .batches import MicroBatches
+from .metrics import Metrics, Tally, summary
 from .objective import clipped_surrogate, gaussian_kl
-from .policy import Adapter, Denoiser
+from .policy import Denoiser
 from .transition import moments, step
-from .tree import Level, Tree, split_nodes
+from .tree import Level, Tree
+
+log = logging.getLogger("treegrpo")
 
 REPLAY_TOLERANCE = 0.01
 """Largest |log ratio| a fresh tree may show.
 
 Rounding stays below 1e-3; more means rollout and update see different models.
 """
+
+NOISE_MARGIN = 3.0
+"""Where a ratio can differ from 1, the clip range is at least this many times the replay noise."""
 
 
 class UpdateSettings(BaseModel):
@@ -37,50 +46,9 @@ class UpdateSettings(BaseModel):
     max_grad_norm: float = Field(default=1.0, gt=0)
     advantage_clip: float = Field(default=5.0, gt=0)
     max_batch: int = Field(default=64, ge=1)
-    """Rows per forward with gradient."""
-
-
-@dataclass
-class Tally:
-    """Sums over the edges of one update, turned into means at its end."""
-
-    edges: int = 0
-    loss: float = 0.0
-    ratio: float = 0.0
-    clipped: int = 0
-    kl: float = 0.0
-    parents: int = 0
-    forwards: int = 0
-    max_log_ratio: float = 0.0
-    grad_norms: list[float] = field(default_factory=list)
-    skipped: int = 0
-
-
-class Metrics(BaseModel):
-    """What one update reports; one line of metrics.jsonl."""
-
-    iteration: int
-    reward_mean: float
-    reward_std: float
-    """Standard deviation within a prompt's leaves, averaged over prompts."""
-    rewards: dict[str, float]
-    """Mean of every reward, evaluation-only ones included."""
-    loss: float
-    ratio_mean: float
-    log_ratio_max: float
-    clip_fraction: float
-    kl: float
-    grad_norm: float
-    adapter_norm: float
-    skipped: int
-    """Optimizer steps left out because the gradient was not finite."""
-    nfe_sample: int
-    nfe_train: int
-    """Model forwards of all prompts; guidance passes and the reference forwards of the KL are not counted."""
-    seconds: float
-    stages: dict[str, float]
-    window: list[int]
-    """Indices of the stochastic steps."""
+    """Rows per forward with gradient; halved as often as the device's memory asks for it."""
+    gradient_checkpointing: bool = False
+    """Compute the model's blocks again in the backward: about a third more time, a fraction of the memory."""
 
 
 def update(
@@ -90,15 +58,18 @@ def update(
     settings: UpdateSettings,
     *,
     iteration: int = 0,
+    noise: float = 0.0,
 ) -> Metrics:
     """Train ``adapter`` on the trees with ``settings.passes`` optimizer steps and return what happened.
 
     ``iteration`` is the number of this update in its run; trees grown at another one are stale and train off-policy.
+    ``noise`` is the replay noise known from earlier updates, for stale trees, which cannot measure it.
 
     Every parent node costs one forward and one backward, whatever its number of children. Trees without any
-    advantage (all rewards equal) carry no signal: without a KL term nothing is computed and no weight changes. A
-    step whose gradient is not finite is left out and counted. Raises RuntimeError if replaying a fresh tree does not
-    reproduce its log-probabilities.
+    advantage (all rewards equal) carry no signal: without a KL term nothing is computed and no weight changes. The
+    first pass over a fresh tree is on-policy by definition: its ratio is exactly 1, and what replay and rollout make
+    different is measured as noise. A step whose gradient is not finite is left out and counted. Raises RuntimeError if
+    replaying a fresh tree does not reproduce its log-probabilities.
     """
     if not trees:
         raise ValueError("no tree to train on; connect at least one tree")
@@ -107,48 +78,43 @@ def update(
             raise ValueError("a tree has no advantages yet; connect TreeAdvantage between the rewards and LoRAUpdate")
         _ = tree.leaves  # says what to do if the tree was freed
     start = time.perf_counter()
-    tally = Tally()
+    one_pass = _Pass(trees, adapter, settings, iteration)
+    tallies: list[Tally] = []
     for _ in range(settings.passes if settings.kl > 0 or _has_signal(trees) else 0):
-        _one_pass(trees, adapter, optimizer, settings, tally, iteration)
-    return _metrics(trees, adapter, tally, iteration, time.perf_counter() - start)
+        tally = one_pass.gradient(first=not tallies, clip=_clip(settings.clip, noise))
+        noise = tally.replay_noise or noise
+        tally.grad_norm = _step(adapter, optimizer, settings.max_grad_norm)
+        tallies.append(tally)
+    clip, seconds = _clip(settings.clip, noise), time.perf_counter() - start
+    if tallies and clip > settings.clip:
+        log.info("TreeGRPO: clip %.1e lies within the replay noise (%.1e); %.1e is used", settings.clip, noise, clip)
+    return summary(trees, tallies, adapter_norm=adapter.norm(), iteration=iteration, clip=clip, seconds=seconds)
+
+
+def _clip(asked: float, noise: float) -> float:
+    return max(asked, NOISE_MARGIN * noise)
 
 
 def _has_signal(trees: Sequence[Tree]) -> bool:
     return any(bool(level.any()) for tree in trees for level in tree.advantages or ())
 
 
-def _one_pass(
-    trees: Sequence[Tree],
-    adapter: Adapter,
-    optimizer: torch.optim.Optimizer,
-    settings: UpdateSettings,
-    tally: Tally,
-    iteration: int,
-) -> None:
-    parameters = adapter.parameters()
-    optimizer.zero_grad(set_to_none=True)
-    shares = Shares.of(trees)
-    first = not tally.grad_norms and not tally.skipped
-    for tree in trees:
-
-        def work(denoise: Denoiser, tree: Tree = tree) -> None:
-            for level, advantage in zip(tree.growth.levels, tree.advantages or (), strict=True):
-                _accumulate(denoise, tree, level, advantage, adapter, settings, tally, shares)
-
-        tree.policy.use(work, train=True)
-        if first and tree.iteration == iteration:
-            _check_replay(tally)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.div_(shares.scale)
-    norm = float(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm))
+def _step(adapter: Adapter, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> float:
+    """One optimizer step, unless the gradient is not finite. Returns the gradient's norm before clipping."""
+    norm = float(torch.nn.utils.clip_grad_norm_(adapter.parameters(), max_grad_norm))
     if math.isfinite(norm):
-        tally.grad_norms.append(norm)
         follow_device(optimizer)
         optimizer.step()
-    else:
-        tally.skipped += 1
     optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def follow_device(optimizer: torch.optim.Optimizer) -> None:
+    """Move the optimizer's moments to where the host has put the adapter since."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if key != "step" and isinstance(value, Tensor) and value.device != parameter.device:
+                state[key] = value.to(parameter.device)
 
 
 @dataclass(frozen=True)
@@ -172,112 +138,108 @@ class Shares:
         return cls(1 / edges, 1 / parents, 2.0 ** round(math.log2(edges * trees[0].leaves[0, 0].numel())))
 
 
-def follow_device(optimizer: torch.optim.Optimizer) -> None:
-    """Move the optimizer's moments to where the host has put the adapter since."""
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if key != "step" and isinstance(value, Tensor) and value.device != parameter.device:
-                state[key] = value.to(parameter.device)
+class _Pass:
+    """The gradient of the objective over all trees, as often as it is asked for."""
+
+    def __init__(self, trees: Sequence[Tree], adapter: Adapter, settings: UpdateSettings, iteration: int) -> None:
+        self.trees, self.adapter, self.settings, self.iteration = trees, adapter, settings, iteration
+        self.shares = Shares.of(trees)
+        # The log-probabilities ratios are taken to: the rollout's, of fresh trees the first replay's.
+        self.old = [[level.log_prob.clone() for level in tree.growth.levels] for tree in trees]
+        self.batches = MicroBatches(settings.max_batch, max(len(tree.prompts) for tree in trees))
+
+    def gradient(self, *, first: bool, clip: float) -> Tally:
+        """Leave the gradient in the adapter's parameters and return the pass's sums."""
+        return self.batches.retry(lambda: self._gradient(first, clip))
+
+    def _gradient(self, first: bool, clip: float) -> Tally:
+        parameters, tally = self.adapter.parameters(), Tally()
+        for parameter in parameters:
+            parameter.grad = None
+        for tree, old in zip(self.trees, self.old, strict=True):
+            fresh = first and tree.iteration == self.iteration
+
+            def work(denoise: Denoiser, tree: Tree = tree, old: list[Tensor] = old, fresh: bool = fresh) -> None:
+                for level, advantage, log_prob_old in zip(tree.growth.levels, tree.advantages or (), old, strict=True):
+                    self._level(denoise, tree, level, advantage, log_prob_old, fresh, clip, tally)
+
+            tree.policy.use(work, train=True, checkpointing=self.settings.gradient_checkpointing)
+            if fresh:
+                _check_replay(tally)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(self.shares.scale)
+        return tally
+
+    def _level(
+        self,
+        denoise: Denoiser,
+        tree: Tree,
+        level: Level,
+        advantage: Tensor,
+        old: Tensor,
+        fresh: bool,
+        clip: float,
+        tally: Tally,
+    ) -> None:
+        """Add the gradient of one level, micro-batch by micro-batch. old: (N * k, P), set to the replay if fresh."""
+        k, limit = level.branching, self.settings.advantage_clip
+        device = self.adapter.parameters()[0].device
+        first = 0
+        for part in self.batches.split(level.parents):
+            parents, edges = part.to(device), slice(first * k, (first + len(part)) * k)
+            first += len(part)
+            x = parents.flatten(0, 1)
+            denoised = denoise(x, tree.sigmas[level.step])
+            log_prob = _scores(tree, level, parents, denoised, level.children[edges].to(device))
+            rollout = old[edges].flatten().to(device)
+            before = log_prob.detach() if fresh else rollout
+            a = advantage[edges].flatten().to(device).clamp(-limit, limit)
+            surrogate = clipped_surrogate(log_prob, before, a, clip).sum()
+            loss = surrogate * self.shares.edge
+            if self.settings.kl > 0:
+                divergence = self._divergence(denoise, tree, level, x, denoised).sum()
+                loss = loss + self.settings.kl * divergence * self.shares.parent
+                tally.kl += float(divergence.detach())
+            (loss * self.shares.scale).backward(inputs=self.adapter.parameters())
+
+            if fresh:
+                tally.add_noise(before - rollout)
+                old[edges] = before.unflatten(0, (len(part) * k, -1)).to(old.device)
+            tally.add_ratios((log_prob - before).detach(), clip)
+            tally.parents += len(x)
+            tally.loss += float(surrogate.detach())
+
+    def _divergence(self, denoise: Denoiser, tree: Tree, level: Level, x: Tensor, denoised: Tensor) -> Tensor:
+        """KL of the policy's transition to the adapter-free model's, (N,) for N parent rows."""
+        sigma, sigma_next = tree.sigmas[level.step], tree.sigmas[level.step + 1]
+        with torch.no_grad(), self.adapter.disabled():
+            reference = denoise(x, sigma)
+        mean, std = moments(tree.kernel, x, denoised, sigma, sigma_next, eta=tree.eta)
+        mean_ref, _ = moments(tree.kernel, x, reference, sigma, sigma_next, eta=tree.eta)
+        return gaussian_kl(mean, mean_ref, std)
 
 
-def _accumulate(
-    denoise: Denoiser,
-    tree: Tree,
-    level: Level,
-    advantage: Tensor,
-    adapter: Adapter,
-    settings: UpdateSettings,
-    tally: Tally,
-    shares: Shares,
-) -> None:
-    """Add the gradient of one level, micro-batch by micro-batch."""
-    k, sigma, sigma_next = level.branching, tree.sigmas[level.step], tree.sigmas[level.step + 1]
-    first = 0
-    for parents in split_nodes(level.parents, settings.max_batch):
-        nodes, prompts = parents.shape[:2]
-        edges = slice(first * k, (first + nodes) * k)
-        first += nodes
-        children = level.children[edges].flatten(0, 1)
-        log_prob_old = level.log_prob[edges].flatten()
-        a = advantage[edges].flatten().to(log_prob_old.device).clamp(-settings.advantage_clip, settings.advantage_clip)
-
-        denoised = denoise(parents.flatten(0, 1), sigma)
-        scored = step(
-            tree.kernel,
-            parents.repeat_interleave(k, 0).flatten(0, 1),
-            denoised.unflatten(0, (nodes, prompts)).repeat_interleave(k, 0).flatten(0, 1),
-            sigma,
-            sigma_next,
-            eta=tree.eta,
-            child=children,
-        )
-        surrogate = clipped_surrogate(scored.log_prob, log_prob_old, a, settings.clip).sum()
-        loss = surrogate * shares.edge
-        if settings.kl > 0:
-            with torch.no_grad(), adapter.disabled():
-                reference = denoise(parents.flatten(0, 1), sigma)
-            divergence = _divergence(tree, level, parents.flatten(0, 1), denoised, reference).sum()
-            loss = loss + settings.kl * divergence * shares.parent
-            tally.kl += float(divergence.detach())
-        (loss * shares.scale).backward(inputs=adapter.parameters())
-
-        log_ratio = (scored.log_prob - log_prob_old).detach()
-        tally.edges += len(log_ratio)
-        tally.parents += nodes * prompts
-        tally.forwards += nodes * prompts
-        tally.loss += float(surrogate.detach())
-        tally.ratio += float(log_ratio.exp().sum())
-        tally.clipped += int((log_ratio.expm1().abs() > settings.clip).sum())
-        largest = float(log_ratio.abs().max())
-        tally.max_log_ratio = max(tally.max_log_ratio, largest) if math.isfinite(largest) else math.inf
-
-
-def _divergence(tree: Tree, level: Level, x: Tensor, denoised: Tensor, reference: Tensor) -> Tensor:
-    """KL of the policy's transition to the adapter-free model's, (N,) for N parent rows."""
-    sigma, sigma_next = tree.sigmas[level.step], tree.sigmas[level.step + 1]
-    mean, std = moments(tree.kernel, x, denoised, sigma, sigma_next, eta=tree.eta)
-    mean_ref, _ = moments(tree.kernel, x, reference, sigma, sigma_next, eta=tree.eta)
-    return gaussian_kl(mean, mean_ref, std)
+def _scores(tree: Tree, level: Level, parents: Tensor, denoised: Tensor, children: Tensor) -> Tensor:
+    """Log-probabilities (n * k * P,) of the children (n * k, P, *latent) of parents (n, P, *latent)."""
+    k, shape = level.branching, parents.shape[:2]
+    return step(
+        tree.kernel,
+        parents.repeat_interleave(k, 0).flatten(0, 1),
+        denoised.unflatten(0, shape).repeat_interleave(k, 0).flatten(0, 1),
+        tree.sigmas[level.step],
+        tree.sigmas[level.step + 1],
+        eta=tree.eta,
+        child=children.flatten(0, 1),
+    ).log_prob
 
 
 def _check_replay(tally: Tally) -> None:
-    if tally.max_log_ratio > REPLAY_TOLERANCE and math.isfinite(tally.max_log_ratio):
+    if tally.max_noise > REPLAY_TOLERANCE and math.isfinite(tally.max_noise):
         raise RuntimeError(
-            f"replaying a fresh tree gives log-ratios up to {tally.max_log_ratio:.2e}, far from 0: the update "
+            f"replaying a fresh tree gives log-ratios up to {tally.max_noise:.2e}, far from 0: the update "
             "does not see "
             "the model, guidance or conditioning that grew the tree. Queue again so that TreeSampler grows a new "
             "tree, and give "
             "TreeSampler the guider that is built on TreeGRPOPolicy's model output."
         )
-
-
-def _metrics(trees: Sequence[Tree], adapter: Adapter, tally: Tally, iteration: int, seconds: float) -> Metrics:
-    rewards = [tree.rewards for tree in trees if tree.rewards is not None]
-    total = [reward.total for reward in rewards]
-    stages: dict[str, float] = {"update": seconds}
-    for tree in trees:
-        for stage, spent in tree.seconds.items():
-            stages[stage] = stages.get(stage, 0.0) + spent
-    edges = max(tally.edges, 1)
-    return Metrics(
-        iteration=iteration,
-        reward_mean=float(torch.cat([values.flatten() for values in total]).mean()),
-        reward_std=float(torch.cat([values.std(0, correction=0) for values in total]).mean()),
-        rewards={
-            name: float(torch.stack([reward.values[index].mean() for reward in rewards]).mean())
-            for index, name in enumerate(rewards[0].names)
-        },
-        loss=tally.loss / edges,
-        ratio_mean=tally.ratio / edges if tally.edges else 1.0,
-        log_ratio_max=tally.max_log_ratio,
-        clip_fraction=tally.clipped / edges,
-        kl=tally.kl / max(tally.parents, 1),
-        grad_norm=sum(tally.grad_norms) / max(len(tally.grad_norms), 1),
-        adapter_norm=adapter.norm(),
-        skipped=tally.skipped,
-        nfe_sample=sum(tree.growth.forwards * len(tree.prompts) for tree in trees),
-        nfe_train=tally.forwards,
-        seconds=sum(stages.values()),
-        stages=stages,
-        window=list(trees[0].plan.stochastic_steps),
-    )

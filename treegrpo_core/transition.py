@@ -89,13 +89,14 @@ KERNELS: dict[str, Kernel] = {
 DEFAULT_KERNEL: dict[Prediction, str] = {"flow": "flow_sde", "eps": "ancestral"}
 
 
-def choose_kernel(name: str, prediction: Prediction) -> str:
-    """``name``, or the family's default for "auto".
+def choose_kernel(name: str, prediction: Prediction, default: str = "") -> str:
+    """``name``; for "auto" the model family's ``default``, if it fits the prediction type, else that type's own.
 
     ValueError if the kernel does not fit the model's prediction type.
     """
     if name == "auto":
-        return DEFAULT_KERNEL[prediction]
+        fits = default in KERNELS and KERNELS[default].prediction == prediction
+        return default if fits else DEFAULT_KERNEL[prediction]
     if name not in KERNELS:
         raise ValueError(f"kernel {name!r} is unknown; use auto, {', '.join(KERNELS)}")
     if KERNELS[name].prediction != prediction:

@@ -7,9 +7,8 @@ is a reshape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -146,24 +145,3 @@ def by_prompt(values: Tensor) -> Tensor:
 def by_leaf(values: Tensor, prompts: int) -> Tensor:
     """(P * L, ...) -> (L, P, ...): the inverse of :func:`by_prompt`."""
     return values.unflatten(0, (prompts, -1)).transpose(0, 1)
-
-
-def map_nodes(function: Callable[[Tensor], Tensor], nodes: Tensor, max_batch: int) -> Tensor:
-    """Apply ``function`` (rows in, rows out) to (N, P, ...) in micro-batches of at most ``max_batch`` rows.
-
-    A micro-batch holds whole nodes, node outer and prompt inner, because a host tiles P rows of conditioning along
-    the batch.
-    """
-    parts = [function(part.flatten(0, 1)).unflatten(0, part.shape[:2]) for part in split_nodes(nodes, max_batch)]
-    return torch.cat(parts)
-
-
-def split_nodes(nodes: Tensor, max_batch: int) -> Sequence[Tensor]:
-    """Cut (N, P, ...) along N into parts of at most ``max_batch`` rows each. ValueError if not even one node fits."""
-    prompts: Any = nodes.shape[1]
-    if max_batch < prompts:
-        raise ValueError(
-            f"max_batch is {max_batch}, but {prompts} prompts are sampled together; "
-            f"set max_batch to at least {prompts} or encode fewer prompts per step"
-        )
-    return nodes.split(max_batch // prompts)

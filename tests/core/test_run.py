@@ -32,6 +32,20 @@ def test_resuming_is_bit_for_bit_the_same(tmp_path):
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert [entry["iteration"] for entry in second.log()] == [0, 1, 2, 3, 4]
     assert second.losses == whole.losses
+    assert second.replay_noise == whole.replay_noise
+    assert all(torch.equal(whole.average[name], second.average[name]) for name in a)
+
+
+def test_the_average_lags_behind_the_weights(tmp_path):
+    run, policy = toy_run(tmp_path)
+    start = run.adapter.state_dict()
+    train(run, policy, 1)
+    first = run.adapter.state_dict()
+    expected = {name: 0.1 * start[name] + 0.9 * first[name] for name in start}
+    assert all(torch.allclose(expected[name], run.average[name], atol=1e-6) for name in start)
+    train(run, policy, 1)
+    last = run.adapter.state_dict()
+    assert any(not torch.allclose(run.average[name], last[name]) for name in last)
 
 
 def test_a_fresh_run_is_the_base_model(tmp_path):
@@ -49,6 +63,7 @@ def test_a_fresh_run_is_the_base_model(tmp_path):
         ({"targets": "all linear"}, "targets 'attention[+]mlp', not 'all linear'"),
         ({"seed": 5}, "seed 0, not 5"),
         ({"base": "another"}, "another base model"),
+        ({"kind": "dora"}, "kind 'lora', not 'dora'"),
     ],
 )
 def test_a_run_with_other_settings_is_refused_and_left_alone(tmp_path, other, names):

@@ -12,7 +12,7 @@ from toy import SIGMAS, grow_toy, toy_run, with_rewards
 from treegrpo_core.objective import clipped_surrogate, gaussian_kl
 from treegrpo_core.plan import Plan, dance_grpo_plan, flow_grpo_plan, tree_plan
 from treegrpo_core.sampler import grow
-from treegrpo_core.trainer import UpdateSettings, update
+from treegrpo_core.trainer import NOISE_MARGIN, UpdateSettings, update
 from treegrpo_core.transition import KERNELS, step
 
 FLOW_KERNELS = [name for name, kernel in KERNELS.items() if kernel.prediction == "flow"]
@@ -28,6 +28,37 @@ def test_replaying_a_fresh_tree_gives_ratio_one(tmp_path, kernel, dtype):
     assert metrics.log_ratio_max < 1e-5
     assert metrics.ratio_mean == pytest.approx(1, abs=1e-5)
     assert metrics.clip_fraction == 0
+
+
+def shaky(model):
+    """A denoiser whose rounding depends on the batch, as half precision's does on a GPU."""
+
+    def denoise(x, sigma):
+        return model(x, sigma) + 1e-3 * torch.sin(1e3 * x) * len(x)
+
+    return denoise
+
+
+def test_replay_noise_is_measured_and_never_moves_a_first_ratio(tmp_path):
+    run, policy = toy_run(tmp_path)
+    policy.denoiser = shaky(policy.model)
+    metrics = run.update([with_rewards(grow_toy(policy, max_batch=64))], UpdateSettings(clip=1e-9, max_batch=2))
+    assert 1e-6 < metrics.replay_noise < metrics.log_ratio_max < 1e-2
+    assert metrics.clip_fraction == 0
+    assert metrics.ratio_mean == 1
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_clip_range_within_the_replay_noise_is_raised(tmp_path, stale):
+    run, policy = toy_run(tmp_path)
+    policy.denoiser = shaky(policy.model)
+    old = with_rewards(grow_toy(policy, seed=7))
+    fine = run.update([with_rewards(grow_toy(policy))], UpdateSettings(clip=0.1, max_batch=2))
+    assert fine.clip == 0.1
+    tree = old if stale else with_rewards(grow_toy(policy))
+    metrics = run.update([tree], UpdateSettings(clip=1e-9, max_batch=2, passes=1 if stale else 2))
+    expected = fine.replay_noise if stale else metrics.replay_noise
+    assert metrics.clip == pytest.approx(NOISE_MARGIN * expected)
 
 
 def test_forward_counts_are_reported_and_equal_the_formula(tmp_path):

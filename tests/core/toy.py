@@ -44,11 +44,13 @@ class ToyPolicy:
     model: ToyModel
     prediction: str = "flow"
     rows: int = 0
+    denoiser: Denoiser | None = None
+    """What denoises instead of the model itself."""
 
-    def use(self, work: Callable[[Denoiser], Any], *, train: bool) -> Any:
+    def use(self, work: Callable[[Denoiser], Any], *, train: bool, checkpointing: bool = False) -> Any:
         def denoise(x: Tensor, sigma: float) -> Tensor:
             self.rows += len(x)
-            return self.model(x, sigma)
+            return (self.denoiser or self.model)(x, sigma)
 
         self.run.adapter.put_in(self.model)
         try:

@@ -9,6 +9,7 @@ from graphs import ordinary_image, training
 from safetensors.numpy import load_file
 
 from tools.client import ExecutionError, Graph
+from treegrpo_core.adapter import KINDS
 from treegrpo_core.bundled.captions import background_match, random_captions
 
 
@@ -18,9 +19,10 @@ def almost_equal(a, b) -> bool:
 
 
 @pytest.fixture
-def trained(comfy, graph, run_name):
-    """A trained run, exported; the graph's nodes and the picture of the live policy."""
-    nodes = training(graph, run_name, iterations=3).set("policy", learning_rate=5e-3)
+def trained(request, comfy, graph, run_name):
+    """A trained run, exported; the graph's nodes and the picture of the live policy. Parameter: kind of adapter."""
+    kind = getattr(request, "param", "lora")
+    nodes = training(graph, run_name, iterations=3).set("policy", learning_rate=1e-2, adapter=kind)
     graph.add("TreeGRPOExport", policy=nodes.end[0], file_name=run_name)
     comfy.run(graph)
     looking = Graph()
@@ -33,6 +35,7 @@ def trained(comfy, graph, run_name):
     return nodes, comfy.images(outputs[live]), comfy.images(outputs[base])
 
 
+@pytest.mark.parametrize("trained", KINDS, indirect=True)
 def test_the_exported_file_gives_the_trainers_pictures(comfy, trained, run_name):
     _, live, base = trained
     name = f"{run_name}.safetensors"

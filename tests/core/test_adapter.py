@@ -6,8 +6,8 @@ import pytest
 import torch
 from toy import ToyModel
 
-from treegrpo_core.lora import lora_tensors, metadata, read_adapter, read_header, write_lora
-from treegrpo_core.policy import Adapter, target_layers
+from treegrpo_core.adapter import KINDS, Adapter, target_layers
+from treegrpo_core.lora import metadata, read_header, read_layers, write_lora
 
 
 def moved_adapter(model: ToyModel, **options) -> Adapter:
@@ -33,7 +33,17 @@ def test_targets_that_match_nothing_name_the_nearest():
         target_layers(ToyModel(), "(")
 
 
-@pytest.mark.parametrize(("options", "names"), [({"rank": 0}, "rank is 0"), ({"alpha": float("nan")}, "alpha is nan")])
+def test_packed_weights_are_refused_by_name():
+    model = ToyModel()
+    model.attn["proj"].__class__ = type("GGMLLinear", (torch.nn.Linear,), {})
+    with pytest.raises(ValueError, match=r"attn.proj is a .*GGMLLinear, whose packed weights"):
+        target_layers(model, "attention")
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [({"rank": 0}, "rank is 0"), ({"alpha": float("nan")}, "alpha is nan"), ({"kind": "lorra"}, "lorra")],
+)
 def test_impossible_adapters_are_refused(options, names):
     with pytest.raises(ValueError, match=names):
         moved_adapter(ToyModel(), **options)
@@ -109,42 +119,90 @@ def test_a_state_that_does_not_fit_changes_nothing():
     assert all(torch.equal(before[name], value) for name, value in adapter.state_dict().items())
 
 
+def product(parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What a LoRA loader adds to the layer's weight, by the formulas of the formats."""
+    if "lokr_w1" in parts:
+        second = parts["lokr_w2"] if "lokr_w2" in parts else parts["lokr_w2_a"] @ parts["lokr_w2_b"]
+        return torch.kron(parts["lokr_w1"], second)
+    if "hada_w1_a" in parts:
+        rank = parts["hada_w1_b"].shape[0]
+        both = (parts["hada_w1_a"] @ parts["hada_w1_b"]) * (parts["hada_w2_a"] @ parts["hada_w2_b"])
+        return both * parts["alpha"] / rank
+    return parts["lora_B.weight"] @ parts["lora_A.weight"] * parts["alpha"] / parts["lora_A.weight"].shape[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_starts_without_effect_and_learns(kind):
+    model, x = ToyModel(), torch.randn(3, 4, 2, 2)
+    base = model(x, 0.5)
+    adapter = Adapter(model, kind=kind, rank=2, alpha=3.0, targets="all linear", seed=0)
+    adapter.put_in(model)
+    assert torch.allclose(model(x, 0.5), base, atol=1e-6)
+    assert adapter.norm() == 0
+    optimizer = torch.optim.SGD(adapter.parameters(), lr=1.0)
+    for _ in range(2):  # in the first step only the factors that are zero get a gradient
+        optimizer.zero_grad()
+        model(x, 0.5).square().sum().backward(inputs=adapter.parameters())
+        optimizer.step()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in adapter.parameters())
+    assert adapter.norm() > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_factors_mean_what_the_live_adapter_does(kind):
+    model, x = ToyModel(), torch.randn(3, 4, 2, 2)
+    adapter = moved_adapter(model, kind=kind)
+    adapter.put_in(model)
+    live = model(x, 0.5)
+    adapter.take_out(model)
+    with torch.no_grad():
+        for name, parts in adapter.factors().items():
+            weight = model.get_submodule(name).weight
+            norm = weight.norm(dim=1, keepdim=True)
+            weight += product(parts)
+            if kind == "dora":  # ComfyUI divides by the norm of the base weight
+                weight *= parts["dora_scale"] / norm
+    assert torch.allclose(model(x, 0.5), live, atol=1e-5)
+
+
 def test_a_lora_file_holds_the_adapter(tmp_path):
     adapter = moved_adapter(ToyModel())
     path = tmp_path / "loras" / "x.safetensors"
     write_lora(path, adapter, metadata(adapter, "x", 7, {"run": "toy"}))
-    read = read_adapter(path, scale=2.0)
-    assert read.keys() == adapter.state_dict().keys()
-    assert all(torch.equal(read[name], value) for name, value in adapter.state_dict().items())
+    read, factors = read_layers(path), adapter.factors()
+    assert read.keys() == factors.keys()
+    assert all(torch.equal(read[layer][part], factors[layer][part]) for layer in factors for part in factors[layer])
     assert read_header(path)["treegrpo.iteration"] == "7"
     assert [file.name for file in path.parent.iterdir()] == ["x.safetensors"]
 
 
-def test_a_file_with_another_alpha_keeps_its_effect(tmp_path):
+@pytest.mark.parametrize("rank", [2, 5])
+@pytest.mark.parametrize("kind", ["lora", "rslora"])
+def test_starting_from_a_file_keeps_its_effect_whatever_rank_and_alpha(tmp_path, kind, rank):
     model, other, x = ToyModel(), ToyModel(), torch.randn(3, 4, 2, 2)
-    adapter = moved_adapter(model, alpha=6.0)
+    adapter = moved_adapter(model, alpha=6.0, targets="attention")
     write_lora(tmp_path / "x.safetensors", adapter, {})
-    again = Adapter(other, rank=2, alpha=2.0, targets="attention+mlp", seed=5)
-    again.load_state_dict(read_adapter(tmp_path / "x.safetensors", scale=1.0))
+    again = Adapter(other, kind=kind, rank=rank, alpha=2.0, targets="attention+mlp", seed=5)
+    again.load_factors(read_layers(tmp_path / "x.safetensors"))
     adapter.put_in(model)
     again.put_in(other)
     assert torch.allclose(model(x, 0.5), other(x, 0.5), atol=1e-5)
 
 
-def test_the_file_means_what_the_live_adapter_does():
-    """weight + B A alpha / rank, the formula of every LoRA loader, equals the adapter in place."""
-    model, x = ToyModel(), torch.randn(3, 4, 2, 2)
-    adapter = moved_adapter(model)
-    adapter.put_in(model)
-    live = model(x, 0.5)
-    adapter.take_out(model)
-    tensors = lora_tensors(adapter)
-    with torch.no_grad():
-        for name in adapter.layers:
-            a, b = (tensors[f"diffusion_model.{name}.lora_{half}.weight"] for half in "AB")
-            scale = tensors[f"diffusion_model.{name}.alpha"] / a.shape[0]
-            model.get_submodule(name).weight += scale * b @ a
-    assert torch.allclose(model(x, 0.5), live, atol=1e-5)
+def test_a_file_that_does_not_fit_changes_nothing():
+    adapter = moved_adapter(ToyModel(), targets="attention")
+    good, before = adapter.factors(), adapter.state_dict()
+    layer = good["attn.proj"]
+    for layers, names in (
+        (moved_adapter(ToyModel(), rank=3, targets="attention").factors(), "rank 3 in attn.proj.*set rank to 3"),
+        (moved_adapter(ToyModel()).factors(), "1 layers that are not among the targets, such as mlp.fc1"),
+        (moved_adapter(ToyModel(), kind="loha", targets="attention").factors(), "the file holds hada"),
+        ({"attn.proj": {**layer, "lora_A.weight": torch.ones(2, 9)}}, "maps 9 to 32.*another model"),
+        ({"attn.proj": {**layer, "lora_B.weight": torch.full((32, 2), torch.nan)}}, "NaN"),
+    ):
+        with pytest.raises(ValueError, match=names):
+            adapter.load_factors(layers)
+    assert all(torch.equal(before[name], value) for name, value in adapter.state_dict().items())
 
 
 def test_files_that_are_no_lora_are_refused(tmp_path):
@@ -154,6 +212,6 @@ def test_files_that_are_no_lora_are_refused(tmp_path):
     save_file({"some.weight": torch.zeros(2)}, other)
     broken.write_bytes(other.read_bytes()[:-3])
     with pytest.raises(ValueError, match=r"other.safetensors holds no .*some.weight"):
-        read_adapter(other, scale=1.0)
+        read_layers(other)
     with pytest.raises(ValueError, match="broken.safetensors is not a complete"):
-        read_adapter(broken, scale=1.0)
+        read_layers(broken)

@@ -1,0 +1,281 @@
+"""The adapter that is trained: peft's layers, kept beside the model and put into it only while the policy is in use."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .architectures import OTHER, Architecture
+
+TARGETS = ("attention", "attention+mlp", "all linear")
+"""Presets of layers to adapt; what they mean for a family is in its entry in :mod:`.architectures`."""
+
+KINDS = ("lora", "rslora", "dora", "loha", "lokr")
+"""lora: W + alpha / rank * B A (arXiv 2106.09685); rslora: alpha / sqrt(rank) instead (2312.03732); dora: magnitude and
+direction apart (2402.09353); loha, lokr: Hadamard and Kronecker products (LyCORIS, 2309.14859)."""
+
+_ZERO_AT_START = (".lora_B.weight", ".hada_w2_b", ".lokr_w1")
+_PACKED = ("ggml", "gguf", "nunchaku", "svdq")
+
+
+def target_pattern(targets: str, architecture: Architecture = OTHER) -> str:
+    """The regular expression over layer names that a preset stands for; any other text is a pattern itself."""
+    presets = {
+        "attention": architecture.attention,
+        "attention+mlp": f"{architecture.attention}|{architecture.mlp}",
+        "all linear": ".*",
+    }
+    return presets.get(targets, targets)
+
+
+def target_layers(module: nn.Module, targets: str, architecture: Architecture = OTHER) -> dict[str, nn.Linear]:
+    """The linear layers of ``module`` whose full name matches the preset or regular expression ``targets``.
+
+    Raises ValueError with the nearest layer names if none does, and for models whose layers keep their weights packed
+    in a form that no adapter can be put on.
+    """
+    linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+    _refuse_packed(module)
+    try:
+        pattern = re.compile(target_pattern(targets, architecture))
+    except re.error as error:
+        raise ValueError(f"targets {targets!r} is no preset ({', '.join(TARGETS)}) and no pattern: {error}") from None
+    chosen = {name: layer for name, layer in linear.items() if pattern.fullmatch(name)}
+    if not chosen:
+        near = difflib.get_close_matches(targets, linear, n=5, cutoff=0.0)
+        raise ValueError(f"targets {targets!r} match none of the model's {len(linear)} linear layers; near: {near}")
+    return chosen
+
+
+def _refuse_packed(module: nn.Module) -> None:
+    for name, layer in module.named_modules():
+        weight = getattr(layer, "weight", None)
+        for thing in (layer, weight):
+            kind = f"{type(thing).__module__}.{type(thing).__name__}"
+            if thing is not None and any(word in kind.lower() for word in _PACKED):
+                raise ValueError(
+                    f"model: layer {name or '(root)'} is a {kind}, whose packed weights (GGUF, nunchaku) cannot "
+                    "carry a trainable adapter; load a safetensors checkpoint of the model instead (bf16, fp16 or fp8)"
+                )
+
+
+class Adapter:
+    """Adapted layers for the linear layers of one model, owned by the run and not by the model.
+
+    :meth:`put_in` and :meth:`take_out` exchange the model's layers for adapted ones and back. The model's own
+    weights are never changed, and a model without the adapter put in is exactly as before.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        rank: int,
+        alpha: float,
+        targets: str,
+        seed: int,
+        kind: str = "lora",
+        architecture: Architecture = OTHER,
+    ) -> None:
+        """Build adapters without any effect (the policy starts as the base model), their weights drawn from ``seed``.
+
+        ``kind`` is one of :data:`KINDS`. Raises ValueError for impossible settings.
+        """
+        from peft import inject_adapter_in_model
+
+        if rank < 1:
+            raise ValueError(f"rank is {rank}; it must be at least 1")
+        if not (math.isfinite(alpha) and alpha > 0):
+            raise ValueError(f"alpha is {alpha}; it must be a positive number")
+        self.rank, self.alpha, self.kind, self.architecture = rank, alpha, kind, architecture
+        bases = target_layers(module, targets, architecture)
+        # peft works on a shell that holds only the target layers, so it leaves no trace in the host's module.
+        shell = nn.ModuleDict({name.replace(".", "/"): layer for name, layer in bases.items()})
+        flags = {parameter: parameter.requires_grad for parameter in shell.parameters()}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            inject_adapter_in_model(_peft_config(kind, rank, alpha, list(shell)), shell)
+        for parameter, flag in flags.items():
+            with torch.inference_mode(parameter.is_inference()):
+                parameter.requires_grad_(flag)
+        # peft's layer, by the name of the layer it wraps.
+        self.layers: dict[str, Any] = {name: shell[name.replace(".", "/")] for name in bases}
+
+        # peft takes the dtype of the base weights; half precision would round updates away.
+        for parameter in self.parameters():
+            parameter.data = parameter.data.float()
+
+    @property
+    def scale(self) -> float:
+        """What multiplies the adapter's product: alpha / rank, in rslora alpha / sqrt(rank)."""
+        return self.alpha / (math.sqrt(self.rank) if self.kind == "rslora" else self.rank)
+
+    def put_in(self, module: nn.Module) -> None:
+        """Wrap the layers of ``module``, which may be another instance of the same model than the one built for."""
+        for name, layer in self.layers.items():
+            current: Any = module.get_submodule(name)
+            if current is layer:
+                continue
+            if current.weight.shape != layer.weight.shape:
+                raise ValueError(
+                    f"layer {name} has shape {tuple(current.weight.shape)}, the adapter was built for "
+                    f"{tuple(layer.weight.shape)}: this is another model"
+                )
+            layer.base_layer = current
+            _set_submodule(module, name, layer)
+
+    def take_out(self, module: nn.Module) -> None:
+        """Give ``module`` its own layers back."""
+        for name, layer in self.layers.items():
+            current: Any = module.get_submodule(name)
+            if current is layer:
+                _set_submodule(module, name, layer.base_layer)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Inside, adapted layers compute as the base model does: the reference policy."""
+        self._enable(False)
+        try:
+            yield
+        finally:
+            self._enable(True)
+
+    def _enable(self, on: bool) -> None:
+        for layer in self.layers.values():
+            layer.enable_adapters(on)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The trained tensors by ``<layer>.<part>``: ``lora_A.weight`` (rank, in), ``lora_B.weight`` (out, rank) ..."""
+        return {
+            f"{name}.{part.replace('.default', '')}": parameter
+            for name, layer in self.layers.items()
+            for part, parameter in layer.named_parameters()
+            if not part.startswith("base_layer.")
+        }
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.named_parameters().values())
+
+    def to(self, device: Any) -> None:
+        """Move the adapter's own weights (never the model's) to ``device``."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(device)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Detached copies on the CPU, float32."""
+        return {name: parameter.detach().cpu().clone() for name, parameter in self.named_parameters().items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Set all weights. ValueError, before anything is changed, if names, shapes or values do not fit."""
+        own = self.named_parameters()
+        if state.keys() != own.keys():
+            missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+            raise ValueError(f"the LoRA does not fit these targets: missing {missing[:3]}, unexpected {extra[:3]}")
+        for name, parameter in own.items():
+            if state[name].shape != parameter.shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(state[name].shape)}, the adapter needs {tuple(parameter.shape)} "
+                    f"(rank {self.rank}); use the rank the file was trained with"
+                )
+            if not torch.isfinite(state[name]).all():
+                raise ValueError(f"{name} holds NaN or infinite values; use another file or an earlier copy of the run")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(state[name])
+
+    def factors(self) -> dict[str, dict[str, Tensor]]:
+        """What a LoRA file holds, by layer and by ComfyUI's names of the parts; detached, on the CPU, float32.
+
+        LoRA: ``lora_A.weight`` (rank, in), ``lora_B.weight`` (out, rank), with dora also ``dora_scale`` (out, 1); LoHa:
+        ``hada_w1_a`` ... ; each with the scalar ``alpha`` that makes alpha / rank the adapter's scale. LoKr:
+        ``lokr_w1``, ``lokr_w2`` or ``lokr_w2_a``, ``lokr_w2_b``, the scale multiplied in, because readers differ in it.
+        """
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, layer in self.layers.items():
+            prefix = f"{name}."
+            parts = {key[len(prefix) :]: value for key, value in self.state_dict().items() if key.startswith(prefix)}
+            if self.kind == "lokr":
+                parts["lokr_w1"] = parts["lokr_w1"] * self.scale
+            else:
+                parts["alpha"] = torch.tensor(self.scale * self.rank)
+            if self.kind == "dora":
+                parts["dora_scale"] = _dora_scale(layer, parts.pop("lora_magnitude_vector.weight"), self.scale)
+            found[name] = parts
+        return found
+
+    def load_factors(self, layers: dict[str, dict[str, Tensor]]) -> None:
+        """Start from a LoRA file's layers (as :meth:`factors` gives them), of this rank or a lower one.
+
+        Layers the file lacks keep their start, which has no effect. ValueError, before anything is changed, for layers
+        this adapter has not and for other kinds than lora and rslora.
+        """
+        kinds = {part.split(".")[0] for parts in layers.values() for part in parts} - {"lora_A", "lora_B", "alpha"}
+        if self.kind not in ("lora", "rslora") or kinds:
+            held = f"holds {', '.join(sorted(kinds))}" if kinds else "is a LoRA"
+            raise ValueError(
+                f"only a LoRA can be started from, and only by the adapter kinds lora and rslora; the file {held}, "
+                f"the adapter is {self.kind}"
+            )
+        if unknown := sorted(layers.keys() - self.layers.keys()):
+            raise ValueError(
+                f"the LoRA adapts {len(unknown)} layers that are not among the targets, such as {unknown[0]}; choose "
+                f"targets that include them, or another LoRA (this one may be of another model family)"
+            )
+        state = self.state_dict()
+        for name, parts in layers.items():
+            a, b = parts["lora_A.weight"].float(), parts["lora_B.weight"].float()
+            own_a, own_b = state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"]
+            rank = a.shape[0]
+            if rank > self.rank:
+                raise ValueError(f"the LoRA has rank {rank} in {name}, the adapter {self.rank}; set rank to {rank}")
+            if a.shape[1] != own_a.shape[1] or b.shape[0] != own_b.shape[0]:
+                raise ValueError(
+                    f"the LoRA's {name} maps {a.shape[1]} to {b.shape[0]} numbers, the model's {own_a.shape[1]} to "
+                    f"{own_b.shape[0]}: it belongs to another model"
+                )
+            scale = float(parts["alpha"]) / rank if "alpha" in parts else 1.0
+            own_a[:rank] = a
+            own_b[:, :rank] = b * (scale / self.scale)
+        self.load_state_dict(state)
+
+    def norm(self) -> float:
+        """How far the policy has moved from the base model: norm of all weights that are zero at the start."""
+        moved = (p for name, p in self.named_parameters().items() if name.endswith(_ZERO_AT_START))
+        return math.sqrt(sum(float(p.detach().square().sum()) for p in moved))
+
+
+def _peft_config(kind: str, rank: int, alpha: float, layers: list[str]) -> Any:
+    from peft import LoHaConfig, LoKrConfig, LoraConfig
+
+    if kind == "loha":
+        return LoHaConfig(r=rank, alpha=alpha, target_modules=layers)
+    if kind == "lokr":
+        return LoKrConfig(r=rank, alpha=alpha, target_modules=layers)
+    if kind not in KINDS:
+        raise ValueError(f"adapter kind {kind!r} is unknown; use {', '.join(KINDS)}")
+    return LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=layers, use_rslora=kind == "rslora", use_dora=kind == "dora"
+    )
+
+
+def _dora_scale(layer: Any, magnitude: Tensor, scale: float) -> Tensor:
+    """The magnitudes (out,) as ComfyUI wants them, (out, 1).
+
+    peft, as the paper, divides by the norm of W + scale B A; ComfyUI divides by that of W.
+    """
+    weight = layer.get_base_layer().weight.detach().float().cpu()
+    a, b = (part["default"].weight.detach().float().cpu() for part in (layer.lora_A, layer.lora_B))
+    moved = (weight + scale * b @ a).norm(dim=1, keepdim=True)
+    return magnitude[:, None] * weight.norm(dim=1, keepdim=True) / moved
+
+
+def _set_submodule(module: nn.Module, name: str, layer: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(parent), leaf, layer)

@@ -1,0 +1,126 @@
+"""What one update reports."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from .tree import Tree
+
+
+@dataclass
+class Tally:
+    """Sums over the edges and parents of one pass."""
+
+    edges: int = 0
+    loss: float = 0.0
+    ratio: float = 0.0
+    clipped: int = 0
+    max_log_ratio: float = 0.0
+    noise: float = 0.0
+    """Squares of log(replay / rollout), over the edges of fresh trees."""
+    noise_edges: int = 0
+    max_noise: float = 0.0
+    kl: float = 0.0
+    parents: int = 0
+    grad_norm: float = 0.0
+
+    def add_ratios(self, log_ratio: Tensor, clip: float) -> None:
+        """Count edges by what the policy now makes of them: log_ratio (E,)."""
+        self.edges += len(log_ratio)
+        self.ratio += float(log_ratio.exp().sum())
+        self.clipped += int((log_ratio.expm1().abs() > clip).sum())
+        self.max_log_ratio = max(self.max_log_ratio, _largest(log_ratio))
+
+    def add_noise(self, log_ratio: Tensor) -> None:
+        """Count what replay and rollout make different although no weight has changed: log_ratio (E,)."""
+        self.noise += float(log_ratio.square().sum())
+        self.noise_edges += len(log_ratio)
+        self.max_noise = max(self.max_noise, _largest(log_ratio))
+
+    @property
+    def replay_noise(self) -> float:
+        """Root mean square of log(replay / rollout); 0 if no tree was fresh."""
+        return math.sqrt(self.noise / max(self.noise_edges, 1))
+
+
+def _largest(values: Tensor) -> float:
+    """Largest magnitude; a NaN counts as infinite."""
+    largest = float(values.abs().max())
+    return largest if math.isfinite(largest) else math.inf
+
+
+class Metrics(BaseModel):
+    """What one update reports; one line of metrics.jsonl."""
+
+    iteration: int
+    reward_mean: float
+    reward_std: float
+    """Standard deviation within a prompt's leaves, averaged over prompts."""
+    rewards: dict[str, float]
+    """Mean of every reward, evaluation-only ones included."""
+    loss: float
+    ratio_mean: float
+    log_ratio_max: float
+    """Largest |log ratio| of an edge; in the first pass over fresh trees, between replay and rollout."""
+    replay_noise: float = 0.0
+    """Root mean square of log(replay / rollout) over fresh trees: rounding alone, no weight has changed."""
+    clip: float = 0.0
+    """The clip range used: the one asked for, or more if the replay noise needs it."""
+    clip_fraction: float
+    kl: float
+    grad_norm: float
+    adapter_norm: float
+    skipped: int
+    """Optimizer steps left out because the gradient was not finite."""
+    nfe_sample: int
+    nfe_train: int
+    """Model forwards of all prompts; guidance passes and the reference forwards of the KL are not counted."""
+    seconds: float
+    stages: dict[str, float]
+    window: list[int]
+    """Indices of the stochastic steps."""
+
+
+def summary(
+    trees: Sequence[Tree], passes: Sequence[Tally], *, adapter_norm: float, iteration: int, clip: float, seconds: float
+) -> Metrics:
+    """Means over the passes' edges and parents, together with what the trees know."""
+    rewards = [tree.rewards for tree in trees if tree.rewards is not None]
+    total = [reward.total for reward in rewards]
+    stages: dict[str, float] = {"update": seconds}
+    for tree in trees:
+        for stage, spent in tree.seconds.items():
+            stages[stage] = stages.get(stage, 0.0) + spent
+    edges = max(sum(tally.edges for tally in passes), 1)
+    parents = sum(tally.parents for tally in passes)
+    norms = [tally.grad_norm for tally in passes if math.isfinite(tally.grad_norm)]
+    return Metrics(
+        iteration=iteration,
+        reward_mean=float(torch.cat([values.flatten() for values in total]).mean()),
+        reward_std=float(torch.cat([values.std(0, correction=0) for values in total]).mean()),
+        rewards={
+            name: float(torch.stack([reward.values[index].mean() for reward in rewards]).mean())
+            for index, name in enumerate(rewards[0].names)
+        },
+        loss=sum(tally.loss for tally in passes) / edges,
+        ratio_mean=sum(tally.ratio for tally in passes) / edges if parents else 1.0,
+        log_ratio_max=max((max(tally.max_log_ratio, tally.max_noise) for tally in passes), default=0.0),
+        replay_noise=passes[0].replay_noise if passes else 0.0,
+        clip=clip,
+        clip_fraction=sum(tally.clipped for tally in passes) / edges,
+        kl=sum(tally.kl for tally in passes) / max(parents, 1),
+        grad_norm=sum(norms) / max(len(norms), 1),
+        adapter_norm=adapter_norm,
+        skipped=len(passes) - len(norms),
+        nfe_sample=sum(tree.growth.forwards * len(tree.prompts) for tree in trees),
+        nfe_train=parents,
+        seconds=sum(stages.values()),
+        stages=stages,
+        window=list(trees[0].plan.stochastic_steps),
+    )
