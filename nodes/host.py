@@ -66,7 +66,7 @@ def architecture(patcher: Any) -> Architecture:
 def schedule(patcher: Any, scheduler: str, steps: int) -> Tensor:
     """Sigmas (steps + 1,) of one of ComfyUI's schedulers under the model's own sampling object, ending at 0."""
     sampling = patcher.get_model_object("model_sampling")
-    return comfy.samplers.calculate_sigmas(sampling, scheduler, steps).cpu()  # type: ignore[no-any-return]
+    return comfy.samplers.calculate_sigmas(sampling, scheduler, steps).cpu()
 
 
 def fingerprint(patcher: Any) -> str:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-T = TypeVar("T")
 log = logging.getLogger("treegrpo")
 
 
 class MicroBatches:
-    """Cuts nodes (N, P, ...) into micro-batches of at most ``size`` rows, and halves ``size`` when memory runs out.
+    """Cuts nodes into micro-batches of at most ``size`` rows, and halves ``size`` when memory runs out.
 
     A micro-batch holds whole nodes, node outer and prompt inner, because a host tiles P rows of conditioning along
     the batch.
@@ -28,38 +25,34 @@ class MicroBatches:
                 f"max_batch is {size}, but {prompts} prompts are sampled together; "
                 f"set max_batch to at least {prompts} or encode fewer prompts per step"
             )
-        self.size, self.prompts = size, prompts
+        self.size = size
 
-    def split(self, nodes: Tensor) -> Sequence[Tensor]:
-        """Parts of (N, P, ...) along N."""
-        return nodes.split(self.size // nodes.shape[1])  # type: ignore[no-any-return, no-untyped-call]
+    def run(self, count: int, prompts: int, work: Callable[[slice], None]) -> None:
+        """Call ``work`` with slices of ``count`` nodes of ``prompts`` rows each.
 
-    def map(self, function: Callable[[Tensor], Tensor], nodes: Tensor) -> Tensor:
-        """Apply ``function`` (rows in, rows out) to (N, P, ...)."""
-
-        def work() -> Tensor:
-            parts = [function(part.flatten(0, 1)).unflatten(0, part.shape[:2]) for part in self.split(nodes)]
-            return torch.cat(parts)
-
-        return self.retry(work)
-
-    def retry(self, work: Callable[[], T]) -> T:
-        """``work()``, again with half the size as often as the device runs out of memory.
-
-        The error of a single node that does not fit is passed on, with advice.
+        ``work`` must leave nothing behind when it fails: its slice is cut in two and done again. The failure of a
+        single node is passed on, with advice.
         """
-        while True:
+        first = 0
+        while first < count:
+            nodes = slice(first, min(first + self.size // prompts, count))
             try:
-                return work()
+                work(nodes)
             except torch.cuda.OutOfMemoryError as error:
-                if self.size < 2 * self.prompts:
+                if self.size < 2 * prompts:
                     raise torch.cuda.OutOfMemoryError(
-                        f"the device's memory does not hold even {self.prompts} latents at a time. Turn on "
+                        f"the device's memory does not hold even {prompts} latents at a time. Turn on "
                         "gradient_checkpointing in LoRAUpdate, encode fewer prompts per step, or use a smaller latent, "
                         f"a lower rank or an fp8 model ({error})"
                     ) from None
-            self.size //= 2  # outside of except: the error's traceback holds what filled the memory
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            log.warning("TreeGRPO: out of memory, going on with %d latents at a time", self.size)
+            else:
+                first = nodes.stop
+                continue
+            self._halve()  # outside of except: the error's traceback holds what filled the memory
+
+    def _halve(self) -> None:
+        self.size //= 2
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        log.warning("TreeGRPO: out of memory, going on with %d latents at a time", self.size)

@@ -36,7 +36,7 @@ def gradient_checkpointing(module: nn.Module) -> Iterator[None]:
     """Inside, blocks keep only their inputs for the backward and are computed again there."""
     wrapped = [block for block in blocks(module) if "forward" not in vars(block)]
     for block in wrapped:
-        block.forward = _checkpointed(block.forward)  # type: ignore[method-assign]
+        block.forward = _checkpointed(block.forward)
     try:
         yield
     finally:
@@ -72,12 +72,13 @@ def measure_activations(module: nn.Module, forward: Callable[[], Any]) -> Activa
     alive: list[Tensor] = []
     inputs, current = 0, None
 
-    def pack(tensor: Tensor) -> None:
+    def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights | seen:
             seen.add(storage.data_ptr())
             alive.append(tensor)  # or its place could be given to the next tensor and that one not be counted
             kept[current] = kept.get(current, 0) + storage.nbytes()
+        return tensor
 
     def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal inputs, current
@@ -92,7 +93,7 @@ def measure_activations(module: nn.Module, forward: Callable[[], Any]) -> Activa
         for block in blocks(module):
             stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(block.register_forward_hook(leave).remove)
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda _: None))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
         stack.enter_context(torch.enable_grad())
         forward()
     inner = [size for block, size in kept.items() if block is not None]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,14 +34,65 @@ def edge_noise(shape: Sequence[int], seed: int, prompt: int, path: Sequence[int]
 
 
 def level_noise(
-    latent: Sequence[int], seed: int, prompts: Sequence[int], branching: Sequence[int], nodes: int
+    latent: Sequence[int], seed: int, prompts: Sequence[int], branching: Sequence[int], edges: Iterable[int]
 ) -> Tensor:
-    """The noises of all edges into a level of ``nodes`` nodes: (nodes, P, *latent) float32 on the CPU."""
+    """The noises of these edges into a level: (E, P, *latent) float32 on the CPU."""
     rows = [
-        torch.stack([edge_noise(latent, seed, prompt, node_path(node, branching)) for prompt in prompts])
-        for node in range(nodes)
+        torch.stack([edge_noise(latent, seed, prompt, node_path(edge, branching)) for prompt in prompts])
+        for edge in edges
     ]
     return torch.stack(rows)
+
+
+@dataclass(frozen=True)
+class _Sampling:
+    """What all steps of one growth share."""
+
+    denoise: Denoiser
+    kernel: str
+    eta: float
+    seed: int
+    prompts: Sequence[int]
+    batches: MicroBatches
+    device: torch.device
+
+    def ode(self, x: Tensor, sigma: float, sigma_next: float, out: Tensor) -> None:
+        """One deterministic step of all nodes (N, P, *latent) into ``out``, which may be x itself."""
+
+        def work(nodes: slice) -> None:
+            rows = x[nodes].to(self.device).flatten(0, 1)
+            out[nodes] = ode_step(rows, self.denoise(rows, sigma), sigma, sigma_next).view_as(out[nodes])
+
+        self.batches.run(len(x), x.shape[1], work)
+
+    def branch(self, x: Tensor, sigma: float, sigma_next: float, branching: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """One stochastic step of all nodes (N, P, *latent); ``branching`` leads to the new level, its k comes last.
+
+        Returns the children (N * k, P, *latent) and their log-probabilities (N * k, P).
+        """
+        k = branching[-1]
+        children = x.new_empty((len(x) * k, *x.shape[1:]))
+        log_prob = torch.empty((len(x) * k, x.shape[1]), device=x.device)
+
+        def work(nodes: slice) -> None:
+            edges = slice(nodes.start * k, nodes.stop * k)
+            part = x[nodes].to(self.device)
+            denoised = self.denoise(part.flatten(0, 1), sigma).view_as(part)
+            noise = level_noise(x.shape[2:], self.seed, self.prompts, branching, range(edges.start, edges.stop))
+            drawn = step(
+                self.kernel,
+                part.repeat_interleave(k, 0).flatten(0, 1),
+                denoised.repeat_interleave(k, 0).flatten(0, 1),
+                sigma,
+                sigma_next,
+                eta=self.eta,
+                noise=noise.to(self.device).flatten(0, 1),
+            )
+            children[edges] = drawn.child.view_as(children[edges])
+            log_prob[edges] = drawn.log_prob.view_as(log_prob[edges])
+
+        self.batches.run(len(x), x.shape[1], work)
+        return children, log_prob
 
 
 def grow(
@@ -61,40 +113,30 @@ def grow(
     roots: (R, P, *latent), noised latents at ``sigmas[0]`` in storage dtype; sigmas: T + 1 decreasing noise levels,
     the last 0; prompts: P keys of the prompts in the noise's seed (default 0 .. P - 1). The result is the same for
     every ``max_batch``: bitwise where the model computes each row of a batch alike, else within the model's own float
-    tolerance. Only the window's states and the leaves are kept, on ``store`` (default: where they were computed).
+    tolerance. Only the window's states and the leaves are kept, and kept on ``store`` (default: where the roots are,
+    which is where the denoiser computes).
     """
     check_schedule(sigmas, plan)
     if roots.shape[0] != plan.roots:
         raise ValueError(f"the plan has {plan.roots} roots, got noise for {roots.shape[0]}")
     keys = range(roots.shape[1]) if prompts is None else prompts
     batches = MicroBatches(max_batch, roots.shape[1])
-    x, forwards = roots, 0
-    stored: Tensor | None = None  # x where it is kept; children are the parents of the next level and are kept once
+    sampling = _Sampling(denoise, kernel, eta, seed, keys, batches, roots.device)
+    x, forwards = roots.to(store or roots.device), 0
+    kept = True  # x belongs to the caller or to a level and must not be written over
     levels: list[Level] = []
     for index, k in enumerate(plan.steps):
         sigma, sigma_next = sigmas[index], sigmas[index + 1]
-        denoised = batches.map(lambda rows, sigma=sigma: denoise(rows, sigma), x)  # type: ignore[misc]
         forwards += len(x)
         if k == 0:
-            x, stored = ode_step(x, denoised, sigma, sigma_next), None
+            after = torch.empty_like(x) if kept else x
+            sampling.ode(x, sigma, sigma_next, after)
+            x, kept = after, False
             continue
-        branching = plan.branching[: len(levels) + 1]
-        noise = level_noise(x.shape[2:], seed, keys, branching, len(x) * k).to(x.device)
-        drawn = step(
-            kernel,
-            x.repeat_interleave(k, 0).flatten(0, 1),
-            denoised.repeat_interleave(k, 0).flatten(0, 1),
-            sigma,
-            sigma_next,
-            eta=eta,
-            noise=noise.flatten(0, 1),
-        )
-        shape = (len(x) * k, x.shape[1])
-        parents = x.to(store or x.device) if stored is None else stored
-        x = drawn.child.unflatten(0, shape)
-        stored = x.to(store or x.device)
-        levels.append(Level(index, k, parents, stored, drawn.log_prob.unflatten(0, shape).to(store or x.device)))
-    return Growth(levels, x.to(store or x.device), forwards)
+        children, log_prob = sampling.branch(x, sigma, sigma_next, plan.branching[: len(levels) + 1])
+        levels.append(Level(index, k, x, children, log_prob))
+        x, kept = children, True
+    return Growth(levels, x, forwards)
 
 
 def check_schedule(sigmas: Sequence[float], plan: Plan) -> None:

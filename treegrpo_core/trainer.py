@@ -143,6 +143,7 @@ class _Pass:
 
     def __init__(self, trees: Sequence[Tree], adapter: Adapter, settings: UpdateSettings, iteration: int) -> None:
         self.trees, self.adapter, self.settings, self.iteration = trees, adapter, settings, iteration
+        self.parameters = adapter.parameters()
         self.shares = Shares.of(trees)
         # The log-probabilities ratios are taken to: the rollout's, of fresh trees the first replay's.
         self.old = [[level.log_prob.clone() for level in tree.growth.levels] for tree in trees]
@@ -150,25 +151,22 @@ class _Pass:
 
     def gradient(self, *, first: bool, clip: float) -> Tally:
         """Leave the gradient in the adapter's parameters and return the pass's sums."""
-        return self.batches.retry(lambda: self._gradient(first, clip))
-
-    def _gradient(self, first: bool, clip: float) -> Tally:
-        parameters, tally = self.adapter.parameters(), Tally()
-        for parameter in parameters:
-            parameter.grad = None
+        tally = Tally()
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
         for tree, old in zip(self.trees, self.old, strict=True):
             fresh = first and tree.iteration == self.iteration
 
             def work(denoise: Denoiser, tree: Tree = tree, old: list[Tensor] = old, fresh: bool = fresh) -> None:
-                for level, advantage, log_prob_old in zip(tree.growth.levels, tree.advantages or (), old, strict=True):
-                    self._level(denoise, tree, level, advantage, log_prob_old, fresh, clip, tally)
+                for level, advantage, log_prob in zip(tree.growth.levels, tree.advantages or (), old, strict=True):
+                    self._level(denoise, tree, level, advantage, log_prob, fresh, clip, tally)
 
             tree.policy.use(work, train=True, checkpointing=self.settings.gradient_checkpointing)
             if fresh:
                 _check_replay(tally)
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.div_(self.shares.scale)
+        for parameter in self.parameters:
+            assert parameter.grad is not None
+            parameter.grad.div_(self.shares.scale)
         return tally
 
     def _level(
@@ -184,11 +182,10 @@ class _Pass:
     ) -> None:
         """Add the gradient of one level, micro-batch by micro-batch. old: (N * k, P), set to the replay if fresh."""
         k, limit = level.branching, self.settings.advantage_clip
-        device = self.adapter.parameters()[0].device
-        first = 0
-        for part in self.batches.split(level.parents):
-            parents, edges = part.to(device), slice(first * k, (first + len(part)) * k)
-            first += len(part)
+        device = self.parameters[0].device
+
+        def work(nodes: slice) -> None:
+            parents, edges = level.parents[nodes].to(device), slice(nodes.start * k, nodes.stop * k)
             x = parents.flatten(0, 1)
             denoised = denoise(x, tree.sigmas[level.step])
             log_prob = _scores(tree, level, parents, denoised, level.children[edges].to(device))
@@ -196,19 +193,29 @@ class _Pass:
             before = log_prob.detach() if fresh else rollout
             a = advantage[edges].flatten().to(device).clamp(-limit, limit)
             surrogate = clipped_surrogate(log_prob, before, a, clip).sum()
-            loss = surrogate * self.shares.edge
+            loss, divergence = surrogate * self.shares.edge, 0.0
             if self.settings.kl > 0:
-                divergence = self._divergence(denoise, tree, level, x, denoised).sum()
-                loss = loss + self.settings.kl * divergence * self.shares.parent
-                tally.kl += float(divergence.detach())
-            (loss * self.shares.scale).backward(inputs=self.adapter.parameters())
+                kl = self._divergence(denoise, tree, level, x, denoised).sum()
+                loss, divergence = loss + self.settings.kl * kl * self.shares.parent, float(kl.detach())
+            self._add_gradient(loss * self.shares.scale)
 
             if fresh:
                 tally.add_noise(before - rollout)
-                old[edges] = before.unflatten(0, (len(part) * k, -1)).to(old.device)
+                old[edges] = before.view_as(old[edges])
             tally.add_ratios((log_prob - before).detach(), clip)
             tally.parents += len(x)
             tally.loss += float(surrogate.detach())
+            tally.kl += divergence
+
+        self.batches.run(len(level.parents), len(tree.prompts), work)
+
+    def _add_gradient(self, loss: Tensor) -> None:
+        """All or nothing, unlike ``backward``: running out of memory midway must not leave half a gradient."""
+        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is not None:
+                assert parameter.grad is not None
+                parameter.grad += gradient
 
     def _divergence(self, denoise: Denoiser, tree: Tree, level: Level, x: Tensor, denoised: Tensor) -> Tensor:
         """KL of the policy's transition to the adapter-free model's, (N,) for N parent rows."""
