@@ -20,6 +20,7 @@ import folder_paths
 import torch
 from torch import Tensor, nn
 
+from ..treegrpo_core.architectures import Architecture, architecture_of
 from ..treegrpo_core.plan import derive_seed
 from ..treegrpo_core.policy import Adapter, Denoiser
 from ..treegrpo_core.run import Run
@@ -50,6 +51,11 @@ def prediction_of(model_sampling: Any) -> Prediction:
         "v-prediction; "
         "TreeGRPO has no stochastic kernel for it"
     )
+
+
+def architecture(patcher: Any) -> Architecture:
+    """The family of a model, by the class of its configuration."""
+    return architecture_of(kind.__name__ for kind in type(patcher.model.model_config).__mro__)
 
 
 def fingerprint(patcher: Any) -> str:

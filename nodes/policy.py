@@ -170,6 +170,7 @@ class Policy(io.ComfyNode):
             rank=rank,
             alpha=alpha,
             targets=targets,
+            architecture=host.architecture(model).name,
             optimizer=optimizer,  # type: ignore[arg-type]
             learning_rate=learning_rate,
             seed=seed,

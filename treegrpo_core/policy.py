@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .architectures import OTHER, Architecture
 from .transition import Prediction
 
 T = TypeVar("T")
@@ -41,25 +42,28 @@ class Policy(Protocol):
         ...
 
 
-TARGETS: dict[str, str] = {
-    "attention": r".*(attn|attention).*",
-    "attention+mlp": r".*(attn|attention|mlp|ff|feed_forward|feedforward|transformer_blocks).*",
-    "all linear": r".*",
-}
-"""Presets of layers to adapt, as patterns over the names of a model's linear layers.
-
-Any other text is a pattern itself.
-"""
+TARGETS = ("attention", "attention+mlp", "all linear")
+"""Presets of layers to adapt; what they mean for a family is in its entry in :mod:`.architectures`."""
 
 
-def target_layers(module: nn.Module, targets: str) -> dict[str, nn.Linear]:
+def target_pattern(targets: str, architecture: Architecture = OTHER) -> str:
+    """The regular expression over layer names that a preset stands for; any other text is a pattern itself."""
+    presets = {
+        "attention": architecture.attention,
+        "attention+mlp": f"{architecture.attention}|{architecture.mlp}",
+        "all linear": ".*",
+    }
+    return presets.get(targets, targets)
+
+
+def target_layers(module: nn.Module, targets: str, architecture: Architecture = OTHER) -> dict[str, nn.Linear]:
     """The linear layers of ``module`` whose full name matches the preset or regular expression ``targets``.
 
     Raises ValueError with the nearest layer names if none does.
     """
     linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
     try:
-        pattern = re.compile(TARGETS.get(targets, targets))
+        pattern = re.compile(target_pattern(targets, architecture))
     except re.error as error:
         raise ValueError(f"targets {targets!r} is no preset ({', '.join(TARGETS)}) and no pattern: {error}") from None
     chosen = {name: layer for name, layer in linear.items() if pattern.fullmatch(name)}
@@ -76,7 +80,16 @@ class Adapter:
     weights are never changed, and a model without the adapter put in is exactly as before.
     """
 
-    def __init__(self, module: nn.Module, *, rank: int, alpha: float, targets: str, seed: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        rank: int,
+        alpha: float,
+        targets: str,
+        seed: int,
+        architecture: Architecture = OTHER,
+    ) -> None:
         """Build adapters whose B is zero (the policy starts as the base model) and whose A is drawn from ``seed``."""
         from peft import LoraConfig, inject_adapter_in_model
 
@@ -85,7 +98,7 @@ class Adapter:
         if not (math.isfinite(alpha) and alpha > 0):
             raise ValueError(f"alpha is {alpha}; it must be a positive number")
         self.rank, self.alpha = rank, alpha
-        bases = target_layers(module, targets)
+        bases = target_layers(module, targets, architecture)
         # peft works on a shell that holds only the target layers, so it leaves no trace in the host's module.
         shell = nn.ModuleDict({name.replace(".", "/"): layer for name, layer in bases.items()})
         flags = {parameter: parameter.requires_grad for parameter in shell.parameters()}

@@ -17,6 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
+from .architectures import OTHER, architecture_named
 from .policy import Adapter
 from .trainer import Metrics, UpdateSettings, update
 from .tree import Tree
@@ -35,6 +36,8 @@ class RunSettings(BaseModel):
     rank: int = Field(default=16, ge=1)
     alpha: float = Field(default=16.0, gt=0)
     targets: str = "attention+mlp"
+    architecture: str = OTHER.name
+    """Name of the base model's entry in :mod:`.architectures`, which says what the targets' presets mean."""
     optimizer: Literal["adamw"] = "adamw"
     learning_rate: float = Field(default=1e-4, gt=0)
     seed: int = Field(default=0, ge=0)
@@ -222,7 +225,14 @@ def _shown(value: Any) -> str:
 
 
 def _adapter(settings: RunSettings, module: nn.Module) -> Adapter:
-    return Adapter(module, rank=settings.rank, alpha=settings.alpha, targets=settings.targets, seed=settings.seed)
+    return Adapter(
+        module,
+        rank=settings.rank,
+        alpha=settings.alpha,
+        targets=settings.targets,
+        seed=settings.seed,
+        architecture=architecture_named(settings.architecture),
+    )
 
 
 def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
