@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..treegrpo_core.architectures import Architecture, architecture_of
+from ..treegrpo_core.mutation import KeepForBackward
 from ..treegrpo_core.plan import derive_seed
 from ..treegrpo_core.policy import Adapter, Denoiser
 from ..treegrpo_core.run import Run
@@ -180,7 +181,8 @@ class _Session(comfy.samplers.Sampler):
             comfy.model_management.throw_exception_if_processing_interrupted()
             return model_wrap(x, torch.full((len(x),), sigma, device=x.device), **extra_args)
 
-        with outside_inference_mode(), torch.set_grad_enabled(self.train):
+        keep = KeepForBackward() if self.train else nullcontext()
+        with outside_inference_mode(), torch.set_grad_enabled(self.train), keep:
             if self.train:
                 make_differentiable(model_wrap.inner_model.diffusion_model)
                 model_wrap.conds = detached(model_wrap.conds)
