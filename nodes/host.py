@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..treegrpo_core.architectures import Architecture, architecture_of
-from ..treegrpo_core.mutation import KeepForBackward
+from ..treegrpo_core.differentiable import Differentiable
 from ..treegrpo_core.plan import derive_seed
 from ..treegrpo_core.policy import Adapter, Denoiser
 from ..treegrpo_core.run import Run
@@ -181,13 +181,13 @@ class _Session(comfy.samplers.Sampler):
             comfy.model_management.throw_exception_if_processing_interrupted()
             return model_wrap(x, torch.full((len(x),), sigma, device=x.device), **extra_args)
 
-        keep = KeepForBackward() if self.train else nullcontext()
-        with outside_inference_mode(), torch.set_grad_enabled(self.train), keep:
+        with outside_inference_mode(), torch.set_grad_enabled(self.train):
             if self.train:
                 make_differentiable(model_wrap.inner_model.diffusion_model)
                 model_wrap.conds = detached(model_wrap.conds)
             latent = torch.zeros_like(noise) if latent_image is None else latent_image.clone()
-            self.result = self.work(denoise, model_wrap.inner_model.model_sampling, latent)
+            with Differentiable() if self.train else nullcontext():
+                self.result = self.work(denoise, model_wrap.inner_model.model_sampling, latent)
         return torch.zeros_like(noise)
 
 

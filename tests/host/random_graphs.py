@@ -24,9 +24,15 @@ class RandomTraining:
     before: Node
     policy: Node
     guider: Node
-    sampler: Node
+    sigmas: Node
     leaves: Node
+    """Shows the leaves' values."""
     update: Node
+
+    def set(self, node: str, **inputs: Any) -> RandomTraining:
+        """Change inputs of a node named by its field."""
+        self.graph.inputs(getattr(self, node)).update(inputs)
+        return self
 
 
 def random_model(graph: Graph, entry: Architecture) -> Node:
@@ -101,12 +107,12 @@ def random_training(graph: Graph, run_name: str, entry: Architecture) -> RandomT
         max_grad_norm=1.0,
         advantage_clip=5.0,
     )
-    return RandomTraining(graph, model, before, policy, guider, sampler, leaves, update)
+    return RandomTraining(graph, model, before, policy, guider, sigmas, leaves, update)
 
 
-def ordinary_latent(graph: Graph, entry: Architecture, model: list[Any], source: Node) -> Node:
-    """An ordinary KSampler latent of ``model`` under the inputs that come with the random model ``source``."""
-    return graph.add(
+def ordinary_latent(graph: Graph, entry: Architecture, model: Any, source: Node) -> Node:
+    """Shows the values of KSampler's latent of ``model`` (a MODEL link), with the other outputs of a random model."""
+    latent = graph.add(
         "KSampler",
         model=model,
         seed=5,
@@ -119,3 +125,4 @@ def ordinary_latent(graph: Graph, entry: Architecture, model: list[Any], source:
         latent_image=source[3],
         denoise=1.0,
     )
+    return graph.add("TestValues", latent=latent[0])

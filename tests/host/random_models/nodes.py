@@ -7,7 +7,6 @@ from typing import Any
 
 import comfy.cldm.cldm
 import comfy.controlnet
-import comfy.lora
 import comfy.model_management
 import comfy.ops
 import torch
@@ -85,28 +84,27 @@ class TestRewards(io.ComfyNode):
 
 
 class TestLeaves(io.ComfyNode):
-    """The leaves of a TREE as a LATENT: each prompt's leaves after another's."""
+    """Shows all values of a TREE's leaves."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(cls, [io.Custom("TREE").Input("tree")], [io.Latent.Output()])
+        return schema(cls, [io.Custom("TREE").Input("tree")], [])
 
     @classmethod
     def execute(cls, tree: Any) -> io.NodeOutput:
-        return io.NodeOutput({"samples": tree.leaves.flatten(0, 1).float().clone()})
+        return io.NodeOutput(ui={"values": tree.leaves.flatten().tolist()})
 
 
-class TestDifference(io.ComfyNode):
-    """Shows the largest difference between two latents, and the largest value of the first."""
+class TestValues(io.ComfyNode):
+    """Shows all values of a latent."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(cls, [io.Latent.Input("a"), io.Latent.Input("b")], [])
+        return schema(cls, [io.Latent.Input("latent")], [])
 
     @classmethod
-    def execute(cls, a: dict[str, Any], b: dict[str, Any]) -> io.NodeOutput:
-        a, b = a["samples"], b["samples"]
-        return io.NodeOutput(ui={"difference": [float((a - b).abs().max())], "largest": [float(a.abs().max())]})
+    def execute(cls, latent: dict[str, Any]) -> io.NodeOutput:
+        return io.NodeOutput(ui={"values": latent["samples"].flatten().tolist()})
 
 
 class TestControlNet(io.ComfyNode):
@@ -128,7 +126,7 @@ class TestControlNet(io.ComfyNode):
 
 
 class TestAttentionPatch(io.ComfyNode):
-    """Adds to the keys and values of cross-attention, as packs for image prompts do."""
+    """Adds to cross-attention's values by a layer of its own, as packs for image prompts do."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -136,9 +134,12 @@ class TestAttentionPatch(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any) -> io.NodeOutput:
+        layer = nn.Linear(4, 1)
+        fill(layer, 0)
+        picture = torch.linspace(-1, 1, 4)
+
         def more(query: Any, key: Any, value: Any, _options: Any) -> tuple[Any, Any, Any]:
-            shift = torch.linspace(-1, 1, key.shape[-1], device=key.device, dtype=key.dtype)
-            return query, key + shift, value + shift
+            return query, key, value * layer(picture.to(value)) + layer(picture).tanh()
 
         clone = model.clone()
         clone.set_model_attn2_patch(more)
@@ -154,7 +155,7 @@ class Extension(ComfyExtension):
             TestInspect,
             TestRewards,
             TestLeaves,
-            TestDifference,
+            TestValues,
             TestControlNet,
             TestAttentionPatch,
         ]

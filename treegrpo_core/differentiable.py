@@ -1,8 +1,9 @@
-"""Gradients through models that change tensors in place.
+"""Gradients through model code that was written for inference only.
 
-Hosts save memory with ``x += y`` in their model code (ComfyUI does in the blocks of Flux), but a gradient may need the
-``x`` from before. PyTorch's ``allow_mutation_on_saved_tensors`` solves this too, at two or three times the time for a
-small model, because it looks at every operation below Python.
+Hosts and their extensions save memory with ``x += y`` (ComfyUI does in the blocks of Flux), although a gradient may
+need the ``x`` from before, and they make tensors in inference mode, which autograd refuses. PyTorch's own
+``allow_mutation_on_saved_tensors`` solves the first at two or three times the time for a small model, because it looks
+at every operation below Python.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ class _Saved:
         self.tensor, self.version = tensor, tensor._version
 
 
-class KeepForBackward(TorchFunctionMode):
-    """Inside, a tensor that autograd has saved is copied before an operation changes it in place.
+class Differentiable(TorchFunctionMode):
+    """Inside, tensors that autograd has saved are copied before they are changed in place.
+
+    Inference tensors are copied before they are used, and count as constants.
 
     Forward and backward pass both belong inside. A change that goes unseen, since no call from Python made it, is an
     error at the backward pass, as it always is.
@@ -36,7 +39,7 @@ class KeepForBackward(TorchFunctionMode):
         self._saved: defaultdict[int, weakref.WeakSet[_Saved]] = defaultdict(weakref.WeakSet)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def __enter__(self) -> KeepForBackward:
+    def __enter__(self) -> Differentiable:
         self._hooks.__enter__()
         super().__enter__()
         return self
@@ -63,6 +66,9 @@ class KeepForBackward(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name == "__setitem__" or (name[-1:] == "_" and name[-2:] != "__") or kwargs.get("inplace"):
             self._copy(args[0])
+        elif torch.is_grad_enabled():
+            args = tuple([_ordinary(value) for value in args])
+            kwargs = {key: _ordinary(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
     def _copy(self, target: Any) -> None:
@@ -71,3 +77,12 @@ class KeepForBackward(TorchFunctionMode):
             for saved in self._saved.pop(target.untyped_storage().data_ptr(), ()):
                 saved.tensor = saved.tensor.detach().clone()
                 saved.version = saved.tensor._version
+
+
+def _ordinary(value: Any) -> Any:
+    """The value with every inference tensor replaced by an ordinary one, without gradient."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.is_inference() else value
+    if type(value) in (list, tuple):
+        return type(value)([_ordinary(item) for item in value])
+    return value

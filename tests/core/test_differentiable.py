@@ -1,11 +1,11 @@
-"""Gradients through in-place operations are those of the same formula without them."""
+"""Gradients through code for inference are those of the same formula without its tricks."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from treegrpo_core.mutation import KeepForBackward
+from treegrpo_core.differentiable import Differentiable
 
 
 def residual(x):
@@ -69,7 +69,7 @@ def gradient(function):
 def test_the_gradient_is_that_of_the_formula(in_place, plain):
     with pytest.raises(RuntimeError, match="inplace operation"):
         gradient(in_place)
-    with KeepForBackward():
+    with Differentiable():
         assert torch.equal(gradient(in_place), gradient(plain))
 
 
@@ -81,11 +81,25 @@ def test_a_change_that_python_does_not_make_is_refused():
         torch._foreach_add_([x], 1.0)
         return y
 
-    with KeepForBackward(), pytest.raises(RuntimeError, match="in place"):
+    with Differentiable(), pytest.raises(RuntimeError, match="in place"):
         gradient(hidden)
 
 
+def test_inference_tensors_are_constants_of_the_formula():
+    with torch.inference_mode():
+        layer, shift = torch.nn.Linear(3, 3), torch.ones(3)
+
+    def formula(x):
+        return layer(x * shift) * torch.stack([shift, shift]) + torch.addcmul(x, tensor1=x, tensor2=shift)
+
+    with pytest.raises(RuntimeError, match="Inference tensors"):
+        gradient(formula)
+    with Differentiable():
+        assert gradient(formula).abs().min() > 0
+    assert layer.weight.is_inference()
+
+
 def test_nothing_is_kept_afterwards():
-    with KeepForBackward() as keep:
+    with Differentiable() as keep:
         gradient(residual)
     assert not keep._saved
