@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..treegrpo_core.adapter import Adapter
 from ..treegrpo_core.architectures import Architecture, architecture_of
+from ..treegrpo_core.differentiable import Differentiable
 from ..treegrpo_core.memory import gradient_checkpointing
 from ..treegrpo_core.plan import derive_seed
 from ..treegrpo_core.policy import Denoiser
@@ -200,6 +201,8 @@ class _Session(comfy.samplers.Sampler):
             if self.checkpointing:
                 stack.enter_context(gradient_checkpointing(model_wrap.inner_model.diffusion_model))
             latent = torch.zeros_like(noise) if latent_image is None else latent_image.clone()
+            if self.train:
+                stack.enter_context(Differentiable())
             self.result = self.work(denoise, model_wrap.inner_model.model_sampling, latent)
         return torch.zeros_like(noise)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from tools.host import Server
 
 @pytest.fixture(scope="session")
 def comfy() -> Iterator[Server]:
-    """A running ComfyUI with this pack; see tools/client.py for what it can be asked."""
-    with Server() as server:
+    """A running ComfyUI with this pack and the tests' own nodes; see tools/client.py for what it can be asked."""
+    with Server(others=[Path(__file__).parent / "host" / "random_models"]) as server:
         yield server
 
 

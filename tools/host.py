@@ -110,11 +110,12 @@ def install_pack(source: Path, folder: Path) -> None:
 class Server(Client):
     """A ComfyUI process with nothing but this pack, on a free port, with folders of its own, for a ``with`` statement.
 
-    The pack lies in a folder with a random name with spaces (``pack_name``). ``base`` is the folder of models, input,
-    output and custom_nodes. Raises RuntimeError with the end of the log if the server does not start.
+    The pack lies in a folder with a random name with spaces (``pack_name``). ``others`` are folders of further packs.
+    ``base`` is the folder of models, input, output and custom_nodes. Raises RuntimeError with the end of the log if the
+    server does not start.
     """
 
-    def __init__(self, pack: Path = ROOT) -> None:
+    def __init__(self, pack: Path = ROOT, others: Sequence[Path] = ()) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
@@ -128,6 +129,9 @@ class Server(Client):
         for name in ("input", "output", "user", "models/loras"):
             (self.base / name).mkdir(parents=True)
         install_pack(pack, self.base / "custom_nodes" / self.pack_name)
+        for other in others:
+            shutil.copytree(other, self.base / "custom_nodes" / other.name)
+        self._packs = [self.pack_name, *(other.name for other in others)]
 
     def start(self) -> None:
         """Start the process and wait until it answers."""
@@ -135,7 +139,7 @@ class Server(Client):
         arguments: Sequence[str | Path] = (
             *("--base-directory", self.base, "--database-url", f"sqlite:///{database.as_posix()}"),
             *("--listen", "127.0.0.1", "--port", str(self.port), "--cpu", "--disable-auto-launch"),
-            *("--disable-all-custom-nodes", "--whitelist-custom-nodes", self.pack_name),
+            *("--disable-all-custom-nodes", "--whitelist-custom-nodes", *self._packs),
         )
         folder = comfyui_folder()
         with self._log.open("ab") as log:

@@ -1,0 +1,161 @@
+"""The nodes of the test pack; their ids start with ``Test``."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import comfy.cldm.cldm
+import comfy.controlnet
+import comfy.model_management
+import comfy.ops
+import torch
+from comfy_api.latest import ComfyExtension, io
+from torch import nn
+
+from .models import MODELS, build, conditioning, fill
+
+Anything = io.Custom("*")
+
+
+def schema(node: type, inputs: list[Any], outputs: list[Any]) -> io.Schema:
+    """The schema of a test node: its id is its class's name; every one shows what it found in its ``ui``."""
+    return io.Schema(node_id=node.__name__, category="test", inputs=inputs, outputs=outputs, is_output_node=True)
+
+
+class TestRandomModel(io.ComfyNode):
+    """A family's reduced model with random weights, and all that a sampling of it needs."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        inputs = [
+            io.Combo.Input("architecture", options=list(MODELS)),
+            io.Int.Input("rows", default=1, tooltip="Prompts in the positive conditioning."),
+            io.Int.Input("seed", default=0),
+        ]
+        outputs = [io.Model.Output(), io.Conditioning.Output(), io.Conditioning.Output(), io.Latent.Output()]
+        return schema(cls, inputs, outputs)
+
+    @classmethod
+    def execute(cls, architecture: str, rows: int, seed: int) -> io.NodeOutput:
+        model = build(architecture, seed)
+        linear = [name for name, part in model.model.diffusion_model.named_modules() if isinstance(part, nn.Linear)]
+        samples = torch.zeros(1, *MODELS[architecture].latent)
+        return io.NodeOutput(
+            model,
+            conditioning(architecture, rows, seed + 1),
+            conditioning(architecture, 1, seed + 2),
+            {"samples": samples},
+            ui={
+                "linear": linear,
+                "classes": [kind.__name__ for kind in type(model.model.model_config).__mro__],
+                "model_type": [model.model.model_type.name],
+            },
+        )
+
+
+class TestInspect(io.ComfyNode):
+    """Shows a hash of all base weights and how many layers have a weight patch; ``after`` only sets the order."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        inputs = [io.Model.Input("model"), Anything.Input("after", optional=True)]
+        return schema(cls, inputs, [io.Model.Output()])
+
+    @classmethod
+    def execute(cls, model: Any, after: Any = None) -> io.NodeOutput:
+        digest = hashlib.sha256()
+        for name, tensor in sorted(model.model.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.contiguous().cpu().numpy().tobytes())
+        return io.NodeOutput(model, ui={"hash": [digest.hexdigest()], "patched": [len(model.patches)]})
+
+
+class TestRewards(io.ComfyNode):
+    """As many different rewards as asked for."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(cls, [io.Int.Input("count")], [io.Float.Output(is_output_list=True)])
+
+    @classmethod
+    def execute(cls, count: int) -> io.NodeOutput:
+        return io.NodeOutput([float(7 * index % count) for index in range(count)])
+
+
+class TestLeaves(io.ComfyNode):
+    """Shows all values of a TREE's leaves."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(cls, [io.Custom("TREE").Input("tree")], [])
+
+    @classmethod
+    def execute(cls, tree: Any) -> io.NodeOutput:
+        return io.NodeOutput(ui={"values": tree.leaves.flatten().tolist()})
+
+
+class TestValues(io.ComfyNode):
+    """Shows all values of a latent."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(cls, [io.Latent.Input("latent")], [])
+
+    @classmethod
+    def execute(cls, latent: dict[str, Any]) -> io.NodeOutput:
+        return io.NodeOutput(ui={"values": latent["samples"].flatten().tolist()})
+
+
+class TestControlNet(io.ComfyNode):
+    """A ControlNet with random weights that fits the reduced SD1.5."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(cls, [io.Int.Input("seed", default=0)], [io.ControlNet.Output()])
+
+    @classmethod
+    def execute(cls, seed: int) -> io.NodeOutput:
+        config = {**MODELS["SD1.5"].unet_config, "num_heads": 8, "hint_channels": 3}
+        for name in ("out_channels", "transformer_depth_output"):
+            del config[name]
+        module = comfy.cldm.cldm.ControlNet(**config, operations=comfy.ops.disable_weight_init, dtype=torch.float32)
+        fill(module, seed)
+        device = comfy.model_management.get_torch_device()
+        return io.NodeOutput(comfy.controlnet.ControlNet(module, load_device=device))
+
+
+class TestAttentionPatch(io.ComfyNode):
+    """Adds to cross-attention's values by a layer of its own, as packs for image prompts do."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(cls, [io.Model.Input("model")], [io.Model.Output()])
+
+    @classmethod
+    def execute(cls, model: Any) -> io.NodeOutput:
+        layer = nn.Linear(4, 1)
+        fill(layer, 0)
+        picture = torch.linspace(-1, 1, 4)
+
+        def more(query: Any, key: Any, value: Any, _options: Any) -> tuple[Any, Any, Any]:
+            return query, key, value * layer(picture.to(value)) + layer(picture).tanh()
+
+        clone = model.clone()
+        clone.set_model_attn2_patch(more)
+        return io.NodeOutput(clone)
+
+
+class Extension(ComfyExtension):
+    """All nodes of the pack."""
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return [
+            TestRandomModel,
+            TestInspect,
+            TestRewards,
+            TestLeaves,
+            TestValues,
+            TestControlNet,
+            TestAttentionPatch,
+        ]

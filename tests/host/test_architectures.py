@@ -1,0 +1,81 @@
+"""Every model family of the table trains: core's own model class, reduced and random, through the real executor."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+from random_graphs import PLAN, ordinary_latent, random_model, random_training, run_policy
+from safetensors.numpy import load_file
+
+from tools.client import Graph
+from treegrpo_core.architectures import ARCHITECTURES
+
+WITHOUT_EFFECT = {"Qwen-Image": r"transformer_blocks\.1\.(attn\.(add_q_proj|to_add_out)|txt_mlp\..*)"}
+"""Layers that feed only the text's last state, which the family's picture does not depend on: no gradient can come."""
+
+every_family = pytest.mark.parametrize("entry", ARCHITECTURES, ids=lambda entry: entry.name)
+
+
+def moved_layers(comfy, run_name):
+    """Adapted layer -> whether its B has moved from zero, from the run's state on disk."""
+    state = load_file(comfy.output / "treegrpo" / run_name / "state.safetensors")
+    names = {name: re.fullmatch(r"adapter\.(.*)\.lora_B\.weight", name) for name in state}
+    return {match[1]: bool(state[name].any()) for name, match in names.items() if match}
+
+
+@every_family
+def test_an_update_reaches_every_layer_of_the_family_and_its_file_loads(comfy, graph, run_name, entry):
+    nodes = random_training(graph, run_name, entry)
+    after = graph.add("TestInspect", model=nodes.model[0], after=nodes.update[0])
+    graph.add("TreeGRPOExport", policy=nodes.update[0], file_name=run_name)
+    shown = comfy.run(graph)
+
+    (metrics,) = (comfy.output / "treegrpo" / run_name / "metrics.jsonl").read_text().splitlines()
+    metrics = json.loads(metrics)
+    assert metrics["log_ratio_max"] < 1e-4
+    assert metrics["grad_norm"] > 0
+    assert metrics["nfe_sample"] == 2 * PLAN.nfe_sample == 2 * (1 + 1 + 2 + 4)
+    assert metrics["nfe_train"] == 2 * PLAN.nfe_train == 2 * (1 + 2)
+    assert shown[after]["hash"] == shown[nodes.before]["hash"], "base weights were changed"
+
+    moved = moved_layers(comfy, run_name)
+    layers = [name for name in shown[nodes.model]["linear"] if re.fullmatch(f"{entry.attention}|{entry.mlp}", name)]
+    assert sorted(moved) == sorted(layers), "the default targets are the family's attention and MLP"
+    unmoved = sorted(name for name, yes in moved.items() if not yes)
+    assert unmoved == [name for name in sorted(layers) if re.fullmatch(WITHOUT_EFFECT.get(entry.name, ""), name)]
+
+    assert_file_equals_live_adapter(comfy, run_name, entry, layers)
+
+
+def assert_file_equals_live_adapter(comfy, run_name, entry, layers):
+    """In core's own LoRA loader, in a graph of its own."""
+    said = len(comfy.log())
+    graph = Graph()
+    model = random_model(graph, entry)
+    live = run_policy(graph, run_name, model[0])
+    loaded = graph.add("LoraLoaderModelOnly", model=model[0], lora_name=f"{run_name}.safetensors", strength_model=1.0)
+    patched = graph.add("TestInspect", model=loaded[0])
+    shows = [ordinary_latent(graph, entry, link, model) for link in (live[1], loaded[0], model[0])]
+    shown = comfy.run(graph)
+    assert "lora key not loaded" not in comfy.log()[said:]
+    assert shown[patched]["patched"] == [len(layers)]
+    with_live, with_file, without = (np.array(shown[node]["values"]) for node in shows)
+    scale = np.abs(with_live).max()
+    assert np.abs(with_live - with_file).max() < 1e-4 * scale
+    assert np.abs(with_live - without).max() > 1e-3 * scale, "the LoRA has no effect"
+
+
+@every_family
+def test_the_table_names_layers_that_core_has(comfy, graph, entry):
+    model = random_model(graph, entry)
+    shown = comfy.run(graph)[model]
+    assert shown["classes"][0] in entry.host_classes
+    attention = {name for name in shown["linear"] if re.fullmatch(entry.attention, name)}
+    mlp = {name for name in shown["linear"] if re.fullmatch(entry.mlp, name)}
+    assert attention
+    assert mlp
+    assert not attention & mlp
+    assert any(re.fullmatch(entry.signature, name) for name in attention | mlp)

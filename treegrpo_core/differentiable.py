@@ -1,0 +1,88 @@
+"""Gradients through model code that was written for inference only.
+
+Hosts and their extensions save memory with ``x += y`` (ComfyUI does in the blocks of Flux), although a gradient may
+need the ``x`` from before, and they make tensors in inference mode, which autograd refuses. PyTorch's own
+``allow_mutation_on_saved_tensors`` solves the first at two or three times the time for a small model, because it looks
+at every operation below Python.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class _Saved:
+    """A tensor that autograd keeps for the backward pass."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor, tensor._version
+
+
+class Differentiable(TorchFunctionMode):
+    """Inside, tensors that autograd has saved are copied before they are changed in place.
+
+    Inference tensors are copied before they are used, and count as constants.
+
+    Forward and backward pass both belong inside. A change that goes unseen, since no call from Python made it, is an
+    error at the backward pass, as it always is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._saved: defaultdict[int, weakref.WeakSet[_Saved]] = defaultdict(weakref.WeakSet)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def __enter__(self) -> Differentiable:
+        self._hooks.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._hooks.__exit__(*raised)
+        self._saved.clear()
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        self._saved[tensor.untyped_storage().data_ptr()].add(saved)
+        return saved
+
+    @staticmethod
+    def _unpack(saved: _Saved) -> Tensor:
+        if saved.tensor._version != saved.version:
+            raise RuntimeError("model: its code changes a tensor in place that the gradient needs")
+        return saved.tensor
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name == "__setitem__" or (name[-1:] == "_" and name[-2:] != "__") or kwargs.get("inplace"):
+            self._copy(args[0])
+        elif torch.is_grad_enabled():
+            args = tuple([_ordinary(value) for value in args])
+            kwargs = {key: _ordinary(value) for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _copy(self, target: Any) -> None:
+        """Make what autograd saved of the memory of ``target`` independent of it."""
+        if isinstance(target, Tensor):
+            for saved in self._saved.pop(target.untyped_storage().data_ptr(), ()):
+                saved.tensor = saved.tensor.detach().clone()
+                saved.version = saved.tensor._version
+
+
+def _ordinary(value: Any) -> Any:
+    """The value with every inference tensor replaced by an ordinary one, without gradient."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.is_inference() else value
+    if type(value) in (list, tuple):
+        return type(value)([_ordinary(item) for item in value])
+    return value
