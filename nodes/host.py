@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,15 +17,11 @@ import comfy.sd1_clip
 import comfy.utils
 import folder_paths
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..treegrpo_core.adapter import Adapter
 from ..treegrpo_core.architectures import Architecture, architecture_of
-from ..treegrpo_core.differentiable import Differentiable
-from ..treegrpo_core.memory import gradient_checkpointing
 from ..treegrpo_core.plan import derive_seed
-from ..treegrpo_core.policy import Denoiser
-from ..treegrpo_core.run import Run
 from ..treegrpo_core.transition import Prediction
 
 T = TypeVar("T")
@@ -137,117 +130,6 @@ def with_adapter(patcher: Any, adapter: Adapter) -> Any:
 def adapter_of(patcher: Any) -> Adapter | None:
     """The adapter that :func:`with_adapter` gave to this patcher or the one it was cloned from."""
     return patcher.attachments.get(INJECTION)
-
-
-@contextmanager
-def outside_inference_mode() -> Iterator[None]:
-    """Prompts run under inference mode, where no gradient can be taken; newer cores also want to know of training."""
-    flag = hasattr(comfy.model_management, "in_training")
-    before = getattr(comfy.model_management, "in_training", False)
-    try:
-        if flag:
-            comfy.model_management.in_training = True
-        with torch.inference_mode(False):
-            yield
-    finally:
-        if flag:
-            comfy.model_management.in_training = before
-
-
-def make_differentiable(module: nn.Module) -> None:
-    """Replace inference tensors among a module's weights by ordinary ones with the same values, one at a time."""
-    for part in module.modules():
-        for name, parameter in list(part._parameters.items()):
-            if parameter is not None and parameter.is_inference():
-                part._parameters[name] = nn.Parameter(parameter.clone(), requires_grad=False)
-        for name, buffer in list(part._buffers.items()):
-            if buffer is not None and buffer.is_inference():
-                part._buffers[name] = buffer.clone()
-
-
-def detached(value: Any) -> Any:
-    """Conditioning with every tensor an ordinary one, fit to appear in a gradient's graph."""
-    if isinstance(value, torch.Tensor):
-        return value.clone() if value.is_inference() else value
-    if isinstance(value, dict):
-        return {key: detached(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [detached(item) for item in value]
-    if isinstance(getattr(value, "cond", None), torch.Tensor):
-        value = copy.copy(value)
-        value.cond = detached(value.cond)
-    return value
-
-
-class _Session(comfy.samplers.Sampler):
-    """Our way in: ComfyUI loads the model, prepares conditioning and calls :meth:`sample` with the guided denoiser."""
-
-    def __init__(self, work: Callable[[Denoiser, Any, Tensor], Any], *, train: bool, checkpointing: bool) -> None:
-        self.work, self.train, self.checkpointing, self.result = work, train, checkpointing, None
-
-    def sample(  # type: ignore[no-untyped-def]
-        self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, disable_pbar=False
-    ):
-        def denoise(x: Tensor, sigma: float) -> Tensor:
-            comfy.model_management.throw_exception_if_processing_interrupted()
-            return model_wrap(x, torch.full((len(x),), sigma, device=x.device), **extra_args)
-
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(outside_inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self.train))
-            if self.train:
-                make_differentiable(model_wrap.inner_model.diffusion_model)
-                model_wrap.conds = detached(model_wrap.conds)
-            if self.checkpointing:
-                stack.enter_context(gradient_checkpointing(model_wrap.inner_model.diffusion_model))
-            latent = torch.zeros_like(noise) if latent_image is None else latent_image.clone()
-            if self.train:
-                stack.enter_context(Differentiable())
-            self.result = self.work(denoise, model_wrap.inner_model.model_sampling, latent)
-        return torch.zeros_like(noise)
-
-
-@dataclass(frozen=True)
-class GuidedPolicy:
-    """A run's policy under one guider: core's guider does conditioning and guidance for rollout and update alike."""
-
-    run: Run
-    guider: Any
-    latent: Tensor
-    """(P, *latent) as it comes from the LATENT input."""
-    sigmas: Tensor
-    prediction: Prediction
-    seed: int = field(default=0)
-
-    def use(self, work: Callable[[Denoiser], T], *, train: bool, checkpointing: bool = False) -> T:
-        return self.open(lambda denoise, _sampling, _latent: work(denoise), train=train, checkpointing=checkpointing)
-
-    def open(self, work: Callable[[Denoiser, Any, Tensor], T], *, train: bool, checkpointing: bool = False) -> T:
-        """Like :meth:`use`, with the model's sampling object and the latent image as the denoiser sees it."""
-
-        def session_work(denoise: Denoiser, sampling: Any, latent: Tensor) -> T:
-            if train:
-                _unload_others(self.guider)
-            return work(denoise, sampling, latent)
-
-        session = _Session(session_work, train=train, checkpointing=checkpointing)
-        noise = torch.zeros_like(self.latent)
-        try:
-            self.guider.sample(noise, self.latent, session, self.sigmas, disable_pbar=True, seed=self.seed)
-        finally:
-            # Core cleans up after a sampling, but not if loading models for it fails, and not these after an interrupt.
-            self.guider.model_patcher.eject_model()
-            for name in ("conds", "inner_model", "loaded_models"):
-                self.guider.__dict__.pop(name, None)
-        return session.result  # type: ignore[return-value]
-
-
-def _unload_others(guider: Any) -> None:
-    """Take VAE, text encoder and whatever else the sampling does not use off the device before a backward fills it."""
-    ours = [patcher.model for patcher in (guider.model_patcher, *guider.loaded_models)]
-    loaded = comfy.model_management.current_loaded_models
-    keep = [entry for entry in loaded if entry.model is not None and any(entry.model.model is one for one in ours)]
-    comfy.model_management.free_memory(1e30, guider.model_patcher.load_device, keep_loaded=keep)
 
 
 def free_memory(patcher: Any) -> int:

@@ -13,6 +13,7 @@ from ..treegrpo_core.adapter import KINDS, TARGETS
 from ..treegrpo_core.lora import read_layers
 from ..treegrpo_core.run import Run, RunSettings, check_name
 from . import host
+from .guided import outside_inference_mode
 from .types import CATEGORY, PolicyType
 
 RUNS: dict[Path, Run] = {}
@@ -32,7 +33,7 @@ def open_run(patcher: Any, name: str, settings: RunSettings, if_run_exists: str)
     root = host.runs_folder()
     folder = root / check_name(name)
     module = patcher.model.diffusion_model
-    with host.outside_inference_mode():
+    with outside_inference_mode():
         live = RUNS.get(folder)
         stored = live.stored_iteration if live else None
         if live and stored is not None and if_run_exists != "create":

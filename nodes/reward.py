@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from ..treegrpo_core.rewards import REWARDS, WeightedReward, load_reward, score
 from ..treegrpo_core.tree import Rewards, Tree, by_leaf, by_prompt, timed
 from . import host
+from .guided import GuidedPolicy
 from .types import CATEGORY, RewardType, TreeType
 
 THUMBNAIL = 96
@@ -114,7 +115,7 @@ class RewardScorer(io.ComfyNode):
 
 def decode(tree: Tree, vae: Any) -> Tensor:
     """(P * L, H, W, 3) float in [0, 1], all leaves of the first prompt first."""
-    policy: host.GuidedPolicy = tree.policy  # type: ignore[assignment]
+    policy: GuidedPolicy = tree.policy  # type: ignore[assignment]
     model = policy.guider.model_patcher.model
     latents = model.process_latent_out(by_prompt(tree.leaves).float().clone())
     images = vae.decode(latents)

@@ -19,6 +19,7 @@ from ..treegrpo_core.sampler import check_schedule, grow
 from ..treegrpo_core.transition import KERNELS, choose_kernel
 from ..treegrpo_core.tree import Growth, Tree, timed
 from . import host
+from .guided import GuidedPolicy
 from .policy import PolicyHandle
 from .types import CATEGORY, PlanType, PolicyType, TreeType
 
@@ -187,7 +188,7 @@ class TreeSampler(io.ComfyNode):
             kernel=kernel,
             eta=eta or KERNELS[kernel].default_eta,
             prompts=texts,
-            policy=host.GuidedPolicy(run, guider, size, sigmas.clone(), prediction),
+            policy=GuidedPolicy(run, guider, size, sigmas.clone(), prediction),
             iteration=run.iteration,
             growth=Growth([], size, 0),
         )
@@ -199,7 +200,7 @@ class TreeSampler(io.ComfyNode):
 
 def _estimate(tree: Tree) -> str:
     """What the run's updates will need in memory, measured by one forward of one node."""
-    policy: host.GuidedPolicy = tree.policy  # type: ignore[assignment]
+    policy: GuidedPolicy = tree.policy  # type: ignore[assignment]
 
     def work(denoise: Denoiser, _sampling: Any, latent: Tensor) -> str:
         module = policy.guider.model_patcher.model.diffusion_model
@@ -216,7 +217,7 @@ def _estimate(tree: Tree) -> str:
 def _grown(tree: Tree, noise: Any, max_batch: int, store: torch.device | None, node_id: str | None) -> Tree:
     start = time.perf_counter()
     bar = host.progress(tree.plan.nfe_sample * len(tree.prompts), node_id)
-    policy: host.GuidedPolicy = tree.policy  # type: ignore[assignment]
+    policy: GuidedPolicy = tree.policy  # type: ignore[assignment]
     seed = derive_seed(noise.seed, tree.iteration)
     keys = prompt_keys(tree.prompts)
 

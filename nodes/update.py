@@ -13,6 +13,7 @@ from ..treegrpo_core.run import Run
 from ..treegrpo_core.trainer import NOISE_MARGIN, UpdateSettings
 from ..treegrpo_core.tree import Tree
 from . import host
+from .guided import outside_inference_mode
 from .policy import PolicyHandle
 from .types import CATEGORY, LoraModelType, LossMapType, PolicyType, TreeType
 
@@ -155,7 +156,7 @@ class LoRAUpdate(io.ComfyNode):
             advantage_clip=advantage_clip[0],
             gradient_checkpointing=bool(gradient_checkpointing and gradient_checkpointing[0]),
         )
-        with host.outside_inference_mode():
+        with outside_inference_mode():
             metrics = run.update(tree, settings)
         host.release_memory()
         text = json.dumps(metrics.model_dump(), indent=1)

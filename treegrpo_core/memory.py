@@ -45,15 +45,25 @@ def gradient_checkpointing(module: nn.Module) -> Iterator[None]:
 
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def once(*args: Any, **kwargs: Any) -> Any:
+        return forward(*map(_own, args), **{key: _own(value) for key, value in kwargs.items()})
+
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # Hosts write block numbers into dictionaries of options; the second computation must see today's.
-        args = tuple(dict(value) if isinstance(value, dict) else value for value in args)
-        kwargs = {key: dict(value) if isinstance(value, dict) else value for key, value in kwargs.items()}
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        args = tuple(_own(value) if isinstance(value, dict) else value for value in args)
+        kwargs = {key: _own(value) if isinstance(value, dict) else value for key, value in kwargs.items()}
+        return checkpoint(once, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return call
+
+
+def _own(value: Any) -> Any:
+    """A copy, because some blocks change what they are given, and the second computation must see it as it was."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return dict(value) if isinstance(value, dict) else value
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,12 @@ from random_graphs import PLAN, ordinary_latent, random_model, random_training, 
 from safetensors.numpy import load_file
 
 from tools.client import Graph
-from treegrpo_core.architectures import ARCHITECTURES
+from treegrpo_core.architectures import ARCHITECTURES, architecture_named
 
 WITHOUT_EFFECT = {"Qwen-Image": r"transformer_blocks\.1\.(attn\.(add_q_proj|to_add_out)|txt_mlp\..*)"}
 """Layers that feed only the text's last state, which the family's picture does not depend on: no gradient can come."""
+
+HALF_PRECISION = [architecture_named(name) for name in ("SDXL", "SD3", "Flux")]
 
 every_family = pytest.mark.parametrize("entry", ARCHITECTURES, ids=lambda entry: entry.name)
 
@@ -66,6 +68,34 @@ def assert_file_equals_live_adapter(comfy, run_name, entry, layers):
     scale = np.abs(with_live).max()
     assert np.abs(with_live - with_file).max() < 1e-4 * scale
     assert np.abs(with_live - without).max() > 1e-3 * scale, "the LoRA has no effect"
+
+
+@every_family
+def test_checkpointed_blocks_give_the_same_gradient(comfy, run_name, entry):
+    states = []
+    for on in (False, True):
+        graph, name = Graph(), f"{run_name} {on}"
+        random_training(graph, name, entry).set("update", gradient_checkpointing=on)
+        comfy.run(graph)
+        states.append(load_file(comfy.output / "treegrpo" / name / "state.safetensors"))
+    gradients = [name for name in states[0] if name.endswith("exp_avg")]
+    largest = max(np.abs(states[0][name]).max() for name in gradients)
+    assert all(np.allclose(states[0][name], states[1][name], rtol=1e-3, atol=1e-5 * largest) for name in gradients)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("entry", HALF_PRECISION, ids=lambda entry: entry.name)
+def test_half_precision_models_train_and_their_noise_is_measured(comfy, graph, run_name, entry, dtype):
+    random_training(graph, run_name, entry).set("model", dtype=dtype).set("update", clip=1e-7, passes=2)
+    comfy.run(graph)
+    state = load_file(comfy.output / "treegrpo" / run_name / "state.safetensors")
+    assert all(value.dtype == np.float32 for value in state.values())
+    assert all(moved_layers(comfy, run_name).values())
+    (line,) = (comfy.output / "treegrpo" / run_name / "metrics.jsonl").read_text().splitlines()
+    metrics = json.loads(line)
+    assert metrics["skipped"] == 0
+    assert metrics["replay_noise"] < 1e-2
+    assert metrics["clip"] == pytest.approx(max(1e-7, 3 * metrics["replay_noise"]))
 
 
 @every_family

@@ -217,11 +217,32 @@ MODELS: dict[str, Reduced] = {
 }
 
 
-def build(name: str, seed: int) -> Any:
-    """A patcher of the family's reduced model, as core makes one of a checkpoint, in float32."""
+FULL_SIZE: dict[str, dict[str, Any]] = {
+    "SD1.5": {
+        "model_channels": 320,
+        "num_res_blocks": [2, 2, 2, 2],
+        "channel_mult": [1, 2, 4, 4],
+        "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0],
+        "transformer_depth_output": [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0],
+    },
+    "SDXL": {
+        "model_channels": 320,
+        "num_res_blocks": [2, 2, 2],
+        "channel_mult": [1, 2, 4],
+        "transformer_depth": [0, 0, 2, 2, 10, 10],
+        "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10],
+        "transformer_depth_middle": 10,
+    },
+}
+"""What the published models have in place of the reduced numbers."""
+
+
+def build(name: str, seed: int, dtype: torch.dtype, *, full_size: bool) -> Any:
+    """A patcher of the family's reduced or whole model, as core makes one of a checkpoint."""
     reduced = MODELS[name]
-    config = getattr(comfy.supported_models, reduced.host_class)(reduced.unet_config)
-    config.set_inference_dtype(torch.float32, None)
+    unet_config = {**reduced.unet_config, **(FULL_SIZE[name] if full_size else {})}
+    config = getattr(comfy.supported_models, reduced.host_class)(unet_config)
+    config.set_inference_dtype(dtype, None)
     model = config.get_model(dict(reduced.hints), "")
     fill(model.diffusion_model, seed)
     management = comfy.model_management

@@ -32,13 +32,17 @@ class TestRandomModel(io.ComfyNode):
             io.Combo.Input("architecture", options=list(MODELS)),
             io.Int.Input("rows", default=1, tooltip="Prompts in the positive conditioning."),
             io.Int.Input("seed", default=0),
+            io.Combo.Input("dtype", options=["float32", "bfloat16", "float16"], default="float32", optional=True),
+            io.Boolean.Input("full_size", default=False, optional=True),
         ]
         outputs = [io.Model.Output(), io.Conditioning.Output(), io.Conditioning.Output(), io.Latent.Output()]
         return schema(cls, inputs, outputs)
 
     @classmethod
-    def execute(cls, architecture: str, rows: int, seed: int) -> io.NodeOutput:
-        model = build(architecture, seed)
+    def execute(
+        cls, architecture: str, rows: int, seed: int, dtype: str = "float32", full_size: bool = False
+    ) -> io.NodeOutput:
+        model = build(architecture, seed, getattr(torch, dtype), full_size=full_size)
         linear = [name for name, part in model.model.diffusion_model.named_modules() if isinstance(part, nn.Linear)]
         samples = torch.zeros(1, *MODELS[architecture].latent)
         return io.NodeOutput(
@@ -67,7 +71,7 @@ class TestInspect(io.ComfyNode):
         digest = hashlib.sha256()
         for name, tensor in sorted(model.model.state_dict().items()):
             digest.update(name.encode())
-            digest.update(tensor.contiguous().cpu().numpy().tobytes())
+            digest.update(tensor.contiguous().cpu().view(torch.uint8).numpy())
         return io.NodeOutput(model, ui={"hash": [digest.hexdigest()], "patched": [len(model.patches)]})
 
 
