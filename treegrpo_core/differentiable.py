@@ -11,11 +11,13 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 
 class _Saved:
@@ -63,8 +65,8 @@ class Differentiable(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name == "__setitem__" or (name[-1:] == "_" and name[-2:] != "__") or kwargs.get("inplace"):
+        kwargs = kwargs or {}
+        if _in_place(func, kwargs):
             self._copy(args[0])
         elif torch.is_grad_enabled():
             args = tuple([_ordinary(value) for value in args])
@@ -79,6 +81,11 @@ class Differentiable(TorchFunctionMode):
                 saved.version = saved.tensor._version
 
 
+def _in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name[-1:] == "_" and name[-2:] != "__") or bool(kwargs.get("inplace"))
+
+
 def _ordinary(value: Any) -> Any:
     """The value with every inference tensor replaced by an ordinary one, without gradient."""
     if isinstance(value, Tensor):
@@ -86,3 +93,48 @@ def _ordinary(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)([_ordinary(item) for item in value])
     return value
+
+
+def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, keeping for the backward only its inputs: it is computed again there, and may work in place."""
+
+    def on_copies(*args: Any, **kwargs: Any) -> Any:
+        # The inputs must be as they were when they are needed again, also the numbers in dictionaries of options.
+        return forward(*map(_copied, args), **{key: _copied(value) for key, value in kwargs.items()})
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(
+            on_copies,
+            *map(_snapshot, args),
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), _Recomputation()),
+            **{key: _snapshot(value) for key, value in kwargs.items()},
+        )
+
+    return call
+
+
+def _snapshot(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else value
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else _snapshot(value)
+
+
+class _Recomputation(TorchFunctionMode):
+    """Gives a tensor memory of its own before it is changed in place.
+
+    What PyTorch's checkpoint keeps of a second computation are aliases, which would change with it.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _in_place(func, kwargs) and not args[0]._is_view():
+            args[0].data = args[0].data.clone()
+        return func(*args, **kwargs)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from .adapter import Adapter
+from .differentiable import checkpointed
 from .plan import Plan
 
 
@@ -36,34 +36,12 @@ def gradient_checkpointing(module: nn.Module) -> Iterator[None]:
     """Inside, blocks keep only their inputs for the backward and are computed again there."""
     wrapped = [block for block in blocks(module) if "forward" not in vars(block)]
     for block in wrapped:
-        block.forward = _checkpointed(block.forward)
+        block.forward = checkpointed(block.forward)
     try:
         yield
     finally:
         for block in wrapped:
             del block.forward
-
-
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def once(*args: Any, **kwargs: Any) -> Any:
-        return forward(*map(_own, args), **{key: _own(value) for key, value in kwargs.items()})
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        # Hosts write block numbers into dictionaries of options; the second computation must see today's.
-        args = tuple(_own(value) if isinstance(value, dict) else value for value in args)
-        kwargs = {key: _own(value) if isinstance(value, dict) else value for key, value in kwargs.items()}
-        return checkpoint(once, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-    return call
-
-
-def _own(value: Any) -> Any:
-    """A copy, because some blocks change what they are given, and the second computation must see it as it was."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    return dict(value) if isinstance(value, dict) else value
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from treegrpo_core.differentiable import Differentiable
+from treegrpo_core.differentiable import Differentiable, checkpointed
 
 
 def residual(x):
@@ -71,6 +71,29 @@ def test_the_gradient_is_that_of_the_formula(in_place, plain):
         gradient(in_place)
     with Differentiable():
         assert torch.equal(gradient(in_place), gradient(plain))
+
+
+@pytest.mark.parametrize(("in_place", "plain"), CASES)
+def test_so_it_is_with_checkpoints(in_place, plain):
+    with Differentiable():
+        assert torch.allclose(gradient(checkpointed(in_place)), gradient(plain), rtol=1e-6)
+
+
+def test_a_checkpoint_leaves_its_inputs_as_they_were():
+    x, options = torch.ones(3, requires_grad=True) * 2, {"block": 1}
+
+    def block(x, options):
+        options["block"] += 1
+        x += options["block"] * x.detach()
+        return x.square()
+
+    with Differentiable():
+        result = checkpointed(block)(x, options)
+        options["block"] = 7
+        assert result.tolist() == [36.0] * 3
+        assert x.tolist() == [2.0] * 3
+        result.sum().backward(inputs=[x])
+    assert x.grad.tolist() == [12.0] * 3
 
 
 def test_a_change_that_python_does_not_make_is_refused():

@@ -12,11 +12,25 @@ from safetensors.numpy import load_file
 
 from tools.client import Graph
 from treegrpo_core.architectures import ARCHITECTURES, architecture_named
+from treegrpo_core.transition import choose_kernel
 
 WITHOUT_EFFECT = {"Qwen-Image": r"transformer_blocks\.1\.(attn\.(add_q_proj|to_add_out)|txt_mlp\..*)"}
 """Layers that feed only the text's last state, which the family's picture does not depend on: no gradient can come."""
 
 HALF_PRECISION = [architecture_named(name) for name in ("SDXL", "SD3", "Flux")]
+
+MODEL_TYPES = {
+    "SD1.5": "EPS",
+    "SD2": "V_PREDICTION",
+    "SDXL": "EPS",
+    "SD3": "FLOW",
+    "Flux": "FLUX",
+    "Flux 2": "FLUX",
+    "Qwen-Image": "FLUX",
+    "Z-Image": "FLOW",
+    "Lumina 2": "FLOW",
+    "Wan": "FLOW",
+}
 
 every_family = pytest.mark.parametrize("entry", ARCHITECTURES, ids=lambda entry: entry.name)
 
@@ -96,6 +110,15 @@ def test_half_precision_models_train_and_their_noise_is_measured(comfy, graph, r
     assert metrics["skipped"] == 0
     assert metrics["replay_noise"] < 1e-2
     assert metrics["clip"] == pytest.approx(max(1e-7, 3 * metrics["replay_noise"]))
+
+
+@every_family
+def test_the_table_names_the_sampling_that_core_has(comfy, graph, entry):
+    """Core's type of model, also where it reads that in the weights (SD2), and so the kernel 'auto' stands for."""
+    model = random_model(graph, entry)
+    (kind,) = comfy.run(graph)[model]["model_type"]
+    assert kind == MODEL_TYPES[entry.name]
+    assert entry.kernel == choose_kernel("auto", "flow" if kind in ("FLOW", "FLUX") else "eps")
 
 
 @every_family

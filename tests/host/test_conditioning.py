@@ -81,6 +81,26 @@ def an_attention_patch(nodes):
     nodes.set("guider", model=nodes.graph.add("TestAttentionPatch", model=nodes.policy[1])[0])
 
 
+@ingredient("SD1.5", "Flux")
+def a_lora_before_the_policy(nodes):
+    nodes.set("policy", model=nodes.graph.add("TestLora", model=nodes.before[0])[0])
+
+
+@ingredient("SD1.5", "Flux")
+def a_lora_after_the_policy(nodes):
+    nodes.set("guider", model=nodes.graph.add("TestLora", model=nodes.policy[1])[0])
+
+
+@ingredient("SD3")
+def a_guider_of_another_kind(nodes):
+    dual = {"cond1": nodes.model[1], "cond2": another_prompt(nodes), "negative": nodes.model[2]}
+    scales = {"cfg_conds": 2.0, "cfg_cond2_negative": 3.0, "style": "nested"}
+    nodes.graph[nodes.guider.id] = {
+        "class_type": "DualCFGGuider",
+        "inputs": {"model": nodes.policy[1], **dual, **scales},
+    }
+
+
 @ingredient("Flux", "Flux 2", "Qwen-Image")
 def a_reference_latent(nodes):
     guider, latent = nodes.graph.inputs(nodes.guider), nodes.model[3]
@@ -93,9 +113,9 @@ def a_reference_latent(nodes):
 
 @pytest.mark.parametrize(("name", "family"), INGREDIENTS)
 def test_it_takes_part_in_rollout_and_update(comfy, graph, run_name, name, family):
-    nodes = random_training(graph, run_name, architecture_named(family))
+    nodes = random_training(graph, f"{run_name} without", architecture_named(family))
     without = comfy.run(graph.upstream(nodes.leaves))[nodes.leaves]["values"]
-    INGREDIENTS[name, family](nodes)
+    INGREDIENTS[name, family](nodes.set("policy", run_name=run_name))
     values = comfy.run(graph)[nodes.leaves]["values"]
     assert len(values) == len(without)
     assert np.abs(np.subtract(values, without)).max() > 1e-2 * np.abs(without).max(), "the leaves do not depend on it"

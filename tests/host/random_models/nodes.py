@@ -9,6 +9,7 @@ import comfy.cldm.cldm
 import comfy.controlnet
 import comfy.model_management
 import comfy.ops
+import comfy.sd
 import torch
 from comfy_api.latest import ComfyExtension, io
 from torch import nn
@@ -150,6 +151,25 @@ class TestAttentionPatch(io.ComfyNode):
         return io.NodeOutput(clone)
 
 
+class TestLora(io.ComfyNode):
+    """Core's own LoRA patches with random weights on every linear layer of the model's blocks."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(cls, [io.Model.Input("model")], [io.Model.Output()])
+
+    @classmethod
+    def execute(cls, model: Any) -> io.NodeOutput:
+        generator, lora = torch.Generator().manual_seed(0), {}
+        for name, part in model.model.named_modules():
+            if isinstance(part, nn.Linear) and "blocks" in name:
+                outputs, inputs = part.weight.shape
+                lora[f"{name}.lora_A.weight"] = torch.randn(1, inputs, generator=generator) / inputs**0.5
+                lora[f"{name}.lora_B.weight"] = torch.randn(outputs, 1, generator=generator) / 4
+        patched, _clip = comfy.sd.load_lora_for_models(model, None, lora, 1.0, 0.0)
+        return io.NodeOutput(patched)
+
+
 class Extension(ComfyExtension):
     """All nodes of the pack."""
 
@@ -162,4 +182,5 @@ class Extension(ComfyExtension):
             TestValues,
             TestControlNet,
             TestAttentionPatch,
+            TestLora,
         ]
