@@ -38,6 +38,8 @@ class Architecture:
     """kohya's ``ss_base_model_version``."""
     modelspec: str = ""
     """``modelspec.architecture`` of a LoRA (https://github.com/Stability-AI/ModelSpec)."""
+    resolution: str = "1024x1024"
+    """``modelspec.resolution``: the size the family was trained at."""
 
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -52,6 +54,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         scheduler="normal",
         base_version="sd_v1",
         modelspec="stable-diffusion-v1/lora",
+        resolution="512x512",
     ),
     Architecture(
         name="SD2",
@@ -64,6 +67,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         scheduler="normal",
         base_version="sd_v2",
         modelspec="stable-diffusion-v2-768-v/lora",
+        resolution="768x768",
     ),
     Architecture(
         name="SDXL",
@@ -143,6 +147,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         signature=r"blocks\.\d+\.((self|cross)_attn\.[qkvo]|ffn\.[02])",
         base_version="wan",
         modelspec="wan2.1/lora",
+        resolution="832x480",
     ),
 )
 
