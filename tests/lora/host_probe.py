@@ -84,13 +84,14 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
     "Qwen-Image": (
         supported.QwenImage,
         {
-            "image_model": "qwen_image", "in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 32,
-            "num_attention_heads": 2, "joint_attention_dim": 48, "axes_dims_rope": (8, 12, 12),
+            "image_model": "qwen_image", "in_channels": 16, "out_channels": 4, "num_layers": 2,
+            "attention_head_dim": 32, "num_attention_heads": 2, "joint_attention_dim": 48,
+            "axes_dims_rope": (8, 12, 12),
         },
     ),
     "Z-Image": (
         supported.ZImage,
-        NEXT_DIT | {"dim": 64, "n_heads": 2, "n_kv_heads": 2, "axes_dims": [8, 12, 12], "z_image_modulation": True}
+        NEXT_DIT | {"dim": 96, "n_heads": 3, "n_kv_heads": 3, "axes_dims": [8, 12, 12], "z_image_modulation": True}
         | {"ffn_dim_multiplier": 8 / 3, "multiple_of": 8, "pad_tokens_multiple": 32},
     ),
     "Lumina 2": (

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 from torch import Tensor
 
-from ..architectures import ARCHITECTURES, OTHER, Architecture, architecture_from_layers
+from ..architectures import OTHER, Architecture, architecture_from_layers
 from . import parts
+from .detect import family_of, no_family, places
 from .header import alpha_of_diffusers, complete_header, named_architecture
-from .keys import KeyMap, Place, flat, is_unet, key_map, kohya_name
+from .keys import is_unet, key_map, kohya_name
 from .safe import read_header, read_tensors
 
 Format = Literal["comfyui", "kohya", "diffusers"]
@@ -77,14 +78,14 @@ class Found:
     """Keys for text encoders; they are not in ``file``."""
 
 
-def read_lora(path: Path, *, without_text_encoder: bool = False) -> LoraFile:
-    """A LoRA in any of the formats.
+def read_lora(path: Path, *, architecture: Architecture | None = None, without_text_encoder: bool = False) -> LoraFile:
+    """A LoRA in any of the formats, of the family that it is found to be or that is given.
 
     Raises ValueError, naming the key, for anything that is not understood as a whole: damaged files and pickles,
     numbers that are none, keys that belong to no layer; and for adapters of text encoders, unless they shall be left
     out.
     """
-    found = read_any(path)
+    found = read_any(path, architecture)
     if found.text_encoder and not without_text_encoder:
         raise ValueError(
             f"{path.name} also has adapters for text encoders ({len(found.text_encoder)} keys, for example "
@@ -94,7 +95,7 @@ def read_lora(path: Path, *, without_text_encoder: bool = False) -> LoraFile:
     return found.file
 
 
-def read_any(path: Path) -> Found:
+def read_any(path: Path, architecture: Architecture | None = None) -> Found:
     """As :func:`read_lora`, keeping apart what belongs to text encoders."""
     tensors, header = read_tensors(path), read_header(path)
     text_encoder = tuple(sorted(key for key in tensors if key.startswith(TEXT_ENCODERS)))
@@ -115,9 +116,19 @@ def read_any(path: Path) -> Found:
             layer[parts.DORA] = layer[parts.DORA][:, None]
     for name, alpha in alpha_of_diffusers(header, by_name).items():
         by_name[name][parts.ALPHA] = alpha
-    architecture, layers = _to_native(path, by_name, header, native=formats == {"comfyui"})
     format_: Format = formats.pop() if len(formats) == 1 else "diffusers"
-    return Found(LoraFile(layers, header, architecture), format_, text_encoder)
+    try:
+        found = family_of(by_name, header, architecture, of_diffusers=format_ == "diffusers")
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from None
+    if found:
+        return Found(LoraFile(_native_layers(path, by_name, found), header, found), format_, text_encoder)
+    if format_ != "comfyui":
+        raise ValueError(f"{path.name}: {no_family(by_name, architecture)}")
+    # ComfyUI takes any name of its own models here, also of families that the table does not have.
+    inputs = {name: layer[parts.A].shape[1] for name, layer in by_name.items() if parts.A in layer}
+    family = architecture or named_architecture(header) or architecture_from_layers(inputs)
+    return Found(LoraFile(dict(by_name), header, family), format_, text_encoder)
 
 
 def to_tensors(file: LoraFile, to: Format) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -215,73 +226,21 @@ def _check_halves(path: Path, by_name: Mapping[str, Mapping[str, Tensor]]) -> No
             raise ValueError(f"{path.name}: layer {name} has A {tuple(down)} and B {tuple(up)}, which are no LoRA")
 
 
-def _to_native(
-    path: Path, by_name: dict[str, dict[str, Tensor]], header: Mapping[str, str], native: bool
-) -> tuple[Architecture, dict[str, dict[str, Tensor]]]:
-    """The family, and the layers under ComfyUI's names; ``native``: all keys have ComfyUI's prefix."""
-    architecture = _architecture(by_name, header)
-    if architecture is None:
-        if not native:
-            raise ValueError(f"{path.name}: {_no_family(by_name)}")
-        # ComfyUI takes any name of its own models here, also of families that the table does not have.
-        inputs = {name: layer[parts.A].shape[1] for name, layer in by_name.items() if parts.A in layer}
-        return named_architecture(header) or architecture_from_layers(inputs), by_name
-    places = _places(key_map(architecture), by_name)
-    groups: dict[str, dict[int, dict[str, Tensor]]] = defaultdict(dict)
-    layers: dict[str, dict[str, Tensor]] = {}
-    for name, place in places.items():
-        native_name = place.rule.native
-        if native_name in layers or place.part in groups[native_name]:
-            raise ValueError(f"{path.name}: layer {native_name} occurs twice, once as {name}")
-        if place.part is None:
-            layers[native_name] = by_name[name]
+def _native_layers(
+    path: Path, by_name: dict[str, dict[str, Tensor]], architecture: Architecture
+) -> dict[str, dict[str, Tensor]]:
+    """The layers under ComfyUI's names, in the file's order; parts of one layer become one."""
+    groups: dict[str, dict[int | None, str]] = defaultdict(dict)
+    for name, place in places(key_map(architecture), by_name).items():
+        group = groups[place.rule.native]
+        if group and (place.part in group or None in (*group, place.part)):
+            raise ValueError(f"{path.name}: layer {place.rule.native} occurs twice, once as {name}")
+        group[place.part] = name
+    layers = {}
+    for native, group in groups.items():
+        if None in group:
+            layers[native] = by_name[group[None]]
         else:
-            groups[native_name][place.part] = by_name[name]
-    for native_name, group in groups.items():
-        if group and native_name in layers:
-            raise ValueError(f"{path.name}: layer {native_name} occurs both whole and in parts")
-        if group:
-            layers[native_name] = parts.merge(group, key_map(architecture).by_native[native_name])
-    return architecture, layers
-
-
-def _places(keys: KeyMap, names: Iterable[str]) -> dict[str, Place]:
-    found = {name: keys.find(name) for name in names}
-    return {name: place for name, place in found.items() if place}
-
-
-def _architecture(by_name: Mapping[str, Mapping[str, Tensor]], header: Mapping[str, str]) -> Architecture | None:
-    """The family that knows all layers; among several the one that the header names or the widths fit."""
-    fitting = [entry for entry in ARCHITECTURES if len(_places(key_map(entry), by_name)) == len(by_name)]
-    named = named_architecture(header)
-    if named in fitting or len(fitting) < 2:
-        return named if named in fitting else next(iter(fitting), None)
-    inputs = {}
-    for name, place in _places(key_map(fitting[0]), by_name).items():
-        if parts.A in by_name[name]:
-            inputs[place.rule.native] = by_name[name][parts.A].shape[1]
-    by_width = architecture_from_layers(inputs)
-    if _is_flux2(by_name):
-        fitting = [entry for entry in fitting if entry.name != "Flux"]
-        by_width = OTHER
-    return by_width if by_width in fitting else fitting[0]
-
-
-def _is_flux2(by_name: Mapping[str, Mapping[str, Tensor]]) -> bool:
-    """Flux and Flux 2 name their layers alike, and some sizes have the same width; but Flux 2 has gated MLPs."""
-    rows = {"linear1": 9, "mlp_0": 6}
-    return any(
-        flat(name).endswith(layer) and content[parts.B].shape[0] == times * content[parts.A].shape[1]
-        for name, content in by_name.items()
-        for layer, times in rows.items()
-        if parts.A in content
-    )
-
-
-def _no_family(by_name: Mapping[str, Mapping[str, Tensor]]) -> str:
-    """What to say of names that no family knows as a whole: those that the nearest one does not."""
-    nearest = max(ARCHITECTURES, key=lambda entry: len(_places(key_map(entry), by_name)))
-    known = _places(key_map(nearest), by_name)
-    unknown = sorted(name for name in by_name if name not in known)
-    family = f"{nearest.name} has" if known else "no known model family has"
-    return f"{family} no layers {', '.join(unknown[:3])} ({len(unknown)} of {len(by_name)} layers)"
+            pieces = {part: by_name[name] for part, name in group.items() if part is not None}
+            layers[native] = parts.merge(pieces, key_map(architecture).by_native[native])
+    return layers

@@ -29,11 +29,12 @@ class Rule:
     diffusers: tuple[str, ...]
     shares: tuple[int, ...] = ()
     swap: bool = False
+    blocks: int = BLOCKS
 
     def numbered(self, number: int) -> Rule:
         """The rule of one block."""
         names = tuple(name.format(number) for name in self.diffusers)
-        return Rule(self.native.format(number), names, self.shares, self.swap)
+        return Rule(self.native.format(number), names, self.shares, self.swap, self.blocks)
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class KeyMap:
         self.by_native: dict[str, Rule] = {}
         self._by_flat: dict[str, Place] = {}
         for template in rules:
-            blocks = range(BLOCKS) if "{}" in template.native else range(1)
+            blocks = range(template.blocks) if "{}" in template.native else range(1)
             for rule in map(template.numbered, blocks):
                 self.by_native[rule.native] = rule
                 for part, name in enumerate(rule.diffusers):

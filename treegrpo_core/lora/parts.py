@@ -61,9 +61,9 @@ def merge(parts: Mapping[int, Layer], rule: Rule) -> dict[str, Tensor]:
     if len(rule.diffusers) == 1:
         layer = dict(parts[0])
         return _swapped(layer) if rule.swap and _two_outputs(layer) else layer
-    for number, layer in parts.items():
-        if not layer.keys() <= PLAIN or (DORA in layer and len(parts) < len(rule.diffusers)):
-            what = f"layer {rule.diffusers[number]} is {kind(layer)}"
+    for number, piece in parts.items():
+        if not piece.keys() <= PLAIN or (DORA in piece and len(parts) < len(rule.diffusers)):
+            what = f"layer {rule.diffusers[number]} is {kind(piece)}"
             raise ValueError(f"{what}, which cannot become a part of ComfyUI's {rule.native}")
     given: list[Layer] = [parts[number] for number in sorted(parts)]
     if len({DORA in layer for layer in given}) > 1:

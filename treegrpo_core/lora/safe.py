@@ -47,7 +47,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def _refuse_pickle(path: Path) -> None:
     with path.open("rb") as file:
-        if file.read(4).startswith(PICKLES):
+        start = file.read(9)
+        # Safetensors begin with eight bytes of any number and then a brace.
+        if start.startswith(PICKLES) and start[8:] != b"{":
             raise ValueError(
                 f"{path.name} is a pickle (a PyTorch file), not safetensors. Opening a pickle can run any program "
                 "in it, so it is never opened; ask for the file as safetensors"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .keys import Rule
+from .keys import BLOCKS, Rule
 
 Names = Mapping[str, str | tuple[str, ...]]
 
@@ -12,13 +12,14 @@ SWAPPED = {"final_layer.adaLN_modulation.1", "joint_blocks.{}.context_block.adaL
 """Layers with shift and scale in diffusers' other order; of the second, only the last block has just these two."""
 
 
-def _rules(native: str, diffusers: str, names: Names, swapped: bool = True) -> list[Rule]:
-    """A rule for each pair of names, with these prefixes."""
+def _rules(native: str, diffusers: str, names: Names, *, swapped: bool = True, blocks: int | None = None) -> list[Rule]:
+    """A rule for each pair of names, with these prefixes; ``blocks``: how many there are, where that tells families."""
     found = []
     for mine, theirs in names.items():
         parts = (theirs,) if isinstance(theirs, str) else theirs
         layer = native + mine
-        found.append(Rule(layer, tuple(diffusers + part for part in parts), swap=swapped and layer in SWAPPED))
+        names_there = tuple(diffusers + part for part in parts)
+        found.append(Rule(layer, names_there, swap=swapped and layer in SWAPPED, blocks=blocks or BLOCKS))
     return found
 
 
@@ -47,6 +48,7 @@ SD3 = [
             "context_block.mlp.fc2": "ff_context.net.2",
             "context_block.adaLN_modulation.1": "norm1_context.linear",
         },
+        blocks=38,
     ),
     *_rules(
         "",
@@ -78,7 +80,7 @@ FLUX_REST: Names = {
 }
 
 FLUX = [
-    *_rules("double_blocks.{}.", "transformer_blocks.{}.", FLUX_ATTENTION),
+    *_rules("double_blocks.{}.", "transformer_blocks.{}.", FLUX_ATTENTION, blocks=19),
     *_rules(
         "double_blocks.{}.",
         "transformer_blocks.{}.",
@@ -90,6 +92,7 @@ FLUX = [
             "img_mod.lin": "norm1.linear",
             "txt_mod.lin": "norm1_context.linear",
         },
+        blocks=19,
     ),
     Rule(
         "single_blocks.{}.linear1",
