@@ -18,10 +18,11 @@ def almost_equal(a, b) -> bool:
 
 
 @pytest.fixture
-def trained(comfy, graph, run_name):
-    """A trained run, exported; the graph's nodes and the picture of the live policy."""
+def trained(comfy, graph, run_name, request):
+    """A trained run, exported in the parameter's format; the graph's nodes and the picture of the live policy."""
     nodes = training(graph, run_name, iterations=3).set("policy", learning_rate=5e-3)
-    graph.add("TreeGRPOExport", policy=nodes.end[0], file_name=run_name)
+    format_ = {"format": request.param} if hasattr(request, "param") else {}
+    graph.add("TreeGRPOExport", policy=nodes.end[0], file_name=run_name, **format_)
     comfy.run(graph)
     looking = Graph()
     tiny = looking.add("TreeGRPOTinyModel")
@@ -33,7 +34,12 @@ def trained(comfy, graph, run_name):
     return nodes, comfy.images(outputs[live]), comfy.images(outputs[base])
 
 
-def test_the_exported_file_gives_the_trainers_pictures(comfy, trained, run_name):
+@pytest.mark.parametrize(
+    ("trained", "prefix"),
+    [("comfyui", "diffusion_model."), ("kohya", "lora_unet_"), ("diffusers", "transformer.")],
+    indirect=["trained"],
+)
+def test_the_exported_file_gives_the_trainers_pictures(comfy, trained, run_name, prefix):
     _, live, base = trained
     name = f"{run_name}.safetensors"
     assert name in comfy.files("LoraLoaderModelOnly", "lora_name")
@@ -47,9 +53,10 @@ def test_the_exported_file_gives_the_trainers_pictures(comfy, trained, run_name)
     assert almost_equal(pictures, live)
     assert not almost_equal(pictures, base)
     keys = load_file(comfy.base / "models" / "loras" / name)
-    assert all(key.startswith("diffusion_model.") for key in keys)
+    assert all(key.startswith(prefix) for key in keys)
 
 
+@pytest.mark.parametrize("trained", ["comfyui", "kohya"], indirect=True)
 def test_a_new_run_can_start_from_the_file(comfy, trained, run_name):
     nodes, live, _ = trained
     graph = Graph()
