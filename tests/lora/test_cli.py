@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tools.host import ROOT
 from treegrpo_core.architectures import architecture_named
@@ -64,6 +65,17 @@ def test_errors_are_one_line_and_leave_no_file(lora: Path, capsys: pytest.Captur
         assert (status, said.out, said.err.count("\n")) == (2, "", 1), arguments
         assert message in said.err
     assert not Path(output).exists() and not list(lora.parent.glob(".*"))
+
+
+def test_text_encoders_are_left_out_only_on_purpose(lora: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mixed, output = lora.with_name("mixed.safetensors"), lora.with_name("new.safetensors")
+    encoder = {f"lora_te1_x.{half}.weight": torch.ones(2, 2) for half in ("lora_down", "lora_up")}
+    save_file({**load_file(lora), **encoder}, mixed)
+    command = ["export", str(mixed), "--to", "kohya", "--output", str(output)]
+    assert main(command) == 2 and "lora_te1_x" in capsys.readouterr().err and not output.exists()
+    assert main(["inspect", str(mixed)]) == 0 and "text encoders" in capsys.readouterr().out
+    assert main([*command, "--without-text-encoder"]) == 0
+    assert not any("lora_te" in key for key in load_file(output))
 
 
 def test_as_a_module(lora: Path) -> None:

@@ -184,6 +184,23 @@ def test_diffusers_loads_kohyas_files_of_flux(tmp_path: Path) -> None:
         torch.testing.assert_close(found, value, atol=1e-4, rtol=1e-5)
 
 
+def test_diffusers_loads_dora(probe: Probe, tmp_path: Path, caplog: Any) -> None:
+    file = probe.file("SD3")
+    layers = {name: {**layer, parts.DORA: torch.rand(len(layer[parts.B]), 1)} for name, layer in file.layers.items()}
+    write(tmp_path / "lora.safetensors", LoraFile(layers, {}, file.architecture), "diffusers")
+    model = model_of("SD3")
+    with caplog.at_level(logging.WARNING):
+        load(model, "SD3", tmp_path / "lora.safetensors")
+    assert not caplog.records
+    found = {name: value for name, value in model.named_parameters() if "lora_magnitude_vector" in name}
+    rules = key_map(file.architecture).by_native
+    for layer, content in layers.items():
+        for name, part in parts.split(content, rules[layer], layer).items():
+            value = found.pop(f"{name}.lora_magnitude_vector.default_0.weight")
+            assert torch.equal(value.detach(), part[parts.DORA].flatten())
+    assert not found
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_linear_layer_of_diffusers_model_has_a_rule(family: str) -> None:
     known = {name for rule in key_map(architecture_named(family)).by_native.values() for name in rule.diffusers}

@@ -136,6 +136,24 @@ def test_diffusers_layers_with_a_of_their_own_become_blocks(tmp_path: Path) -> N
     assert back[f"{name}.to_q.lora_A.weight"].shape == (2, 6) and back[f"{name}.to_v.lora_A.weight"].shape == (3, 6)
 
 
+OLD_NAMES = {
+    "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.processor.to_out_lora.{}.weight": "attn1.to_out.0",
+    "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k.lora.{}.weight": "attn2.to_k",
+    "unet.down_blocks.1.attentions.0.transformer_blocks.0.ff.net.2.lora_linear_layer.{}.weight": "ff.net.2",
+    "base_model.model.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_v.lora_{}.default.weight": "attn1.to_v",
+    "lycoris_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q.lora_{}.weight": "attn1.to_q",
+}
+
+
+@pytest.mark.parametrize("key", OLD_NAMES)
+def test_names_of_other_trainers_are_read(tmp_path: Path, key: str) -> None:
+    down, up = ("A", "B") if "default" in key else ("down", "up")
+    tensors = {key.format(down): torch.ones(2, 768), key.format(up): torch.ones(8, 2)}
+    save_file(tensors, tmp_path / "x.safetensors", {"ss_base_model_version": "sd_v1"})
+    file = read_lora(tmp_path / "x.safetensors")
+    assert list(file.layers) == [f"input_blocks.4.1.transformer_blocks.0.{OLD_NAMES[key]}"]
+
+
 def test_layers_with_the_same_a_keep_their_rank(tmp_path: Path) -> None:
     layers = {"double_blocks.0.img_attn.qkv": {parts.A: torch.randn(3, 8), parts.B: torch.randn(24, 3)}}
     path = stored(tmp_path, LoraFile(layers, {}, architecture_named("Flux")), "diffusers")

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..architectures import Architecture, architecture_from_layers
 from ..policy import Adapter
 from . import parts
+from .detect import family_of
 from .file import Format, LoraFile, read_lora, tensors_only, write
 
 
@@ -23,8 +24,10 @@ def file_of(adapter: Adapter, header: Mapping[str, str], architecture: Architect
     for key, value in adapter.state_dict().items():
         name, matrix, weight = key.rsplit(".", 2)
         layers[name][f"{matrix}.{weight}"] = value
-    inputs = {name: layer[parts.A].shape[1] for name, layer in layers.items()}
-    return LoraFile(layers, dict(header), architecture or architecture_from_layers(inputs))
+    if architecture is None:
+        inputs = {name: layer[parts.A].shape[1] for name, layer in layers.items()}
+        architecture = family_of(layers, header, None, of_diffusers=False) or architecture_from_layers(inputs)
+    return LoraFile(layers, dict(header), architecture)
 
 
 def lora_tensors(adapter: Adapter) -> dict[str, Tensor]:

@@ -57,8 +57,10 @@ def family_of(
         del fitting["Flux" if _gated(layers) else "Flux 2"]
     meanings = {tuple((one.rule.native, one.part) for one in found.values()) for found in fitting.values()}
     if len(meanings) > 1:
-        names = " or ".join(fitting)
-        raise ValueError(f"its layers could be those of {names}, and its header names none; say which (--architecture)")
+        raise ValueError(
+            f"its layers could be those of {' or '.join(fitting)}, and its header names none; say which with "
+            "`treegrpo export --architecture`"
+        )
     return by_name[next(iter(fitting))] if fitting else None
 
 

@@ -90,7 +90,7 @@ def read_lora(path: Path, *, architecture: Architecture | None = None, without_t
         raise ValueError(
             f"{path.name} also has adapters for text encoders ({len(found.text_encoder)} keys, for example "
             f"{found.text_encoder[0]}), which would be lost; use the file as it is, or leave them out on purpose "
-            "(--without-text-encoder)"
+            "with `treegrpo export --without-text-encoder`"
         )
     return found.file
 

@@ -24,12 +24,17 @@ PROGRAMS: dict[str, dict[str, frozenset[str]]] = {
         "comfyui": frozenset({"SD1.5", "SD2", "SDXL", "SD3", "Flux"}),
         "kohya": frozenset({"SD1.5", "SD2", "SDXL", "SD3", "Flux"}),
     },
-    "InvokeAI": {"kohya": frozenset({"SD1.5", "SD2", "SDXL", "Flux"}), "diffusers": frozenset({"Flux"})},
+    "InvokeAI": {
+        "comfyui": frozenset({"Wan"}),
+        "kohya": frozenset({"SD1.5", "SD2", "SDXL", "Flux", "Wan"}),
+        "diffusers": frozenset({"Flux", "Flux 2", "Qwen-Image", "Z-Image", "Wan"}),
+    },
 }
 """Program -> format -> the families whose files of that format it loads whole.
 
 Those of ComfyUI and diffusers are what their own loaders do with our files (tests/lora), for the attention and MLP
-layers of a family; the others follow the key rules of their loaders. Diffusers has no LoHa, and of LoKr other names.
+layers of a family; the others follow the key rules in the source of their loaders and were not run. Diffusers has no
+LoHa, and of LoKr other names.
 """
 
 
