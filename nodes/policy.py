@@ -8,9 +8,11 @@ from typing import Any
 
 import folder_paths
 from comfy_api.latest import io
+from torch import Tensor
 
 from ..treegrpo_core.adapter import KINDS, TARGETS
-from ..treegrpo_core.lora import read_layers
+from ..treegrpo_core.architectures import OTHER, architecture_named
+from ..treegrpo_core.lora import read_lora
 from ..treegrpo_core.run import Run, RunSettings, check_name
 from . import host
 from .guided import outside_inference_mode
@@ -48,10 +50,17 @@ def open_run(patcher: Any, name: str, settings: RunSettings, if_run_exists: str)
         else:
             start = None
             if settings.start_from:
-                start = read_layers(_lora_path(settings.start_from))
+                start = _start(settings)
             run = Run.create(root, name, settings, module, start)
     RUNS[folder] = run
     return run
+
+
+def _start(settings: RunSettings) -> dict[str, dict[str, Tensor]]:
+    """The layers of the LoRA file to start from."""
+    path, known = _lora_path(settings.start_from), architecture_named(settings.architecture)
+    file = read_lora(path, architecture=None if known == OTHER else known)
+    return file.layers
 
 
 def _lora_path(name: str) -> Path:

@@ -190,23 +190,34 @@ class Adapter:
             for name, parameter in own.items():
                 parameter.copy_(state[name])
 
-    def factors(self) -> dict[str, dict[str, Tensor]]:
+    def factors(
+        self, state: dict[str, Tensor] | None = None, *, for_comfyui: bool = True
+    ) -> dict[str, dict[str, Tensor]]:
         """What a LoRA file holds, by layer and by ComfyUI's names of the parts; detached, on the CPU, float32.
 
         LoRA: ``lora_A.weight`` (rank, in), ``lora_B.weight`` (out, rank), with dora also ``dora_scale`` (out, 1); LoHa:
         ``hada_w1_a`` ... ; each with the scalar ``alpha`` that makes alpha / rank the adapter's scale. LoKr:
         ``lokr_w1``, ``lokr_w2`` or ``lokr_w2_a``, ``lokr_w2_b``, the scale multiplied in, because readers differ in it.
+
+        ``state``: weights to take in place of the current ones. ``for_comfyui``: ComfyUI divides a DoRA by the norm of
+        W, the paper (and peft) by that of W + scale B A; magnitudes are written so that the effect is the same.
         """
+        state = self.state_dict() if state is None else state
         found: dict[str, dict[str, Tensor]] = {}
         for name, layer in self.layers.items():
             prefix = f"{name}."
-            parts = {key[len(prefix) :]: value for key, value in self.state_dict().items() if key.startswith(prefix)}
+            parts = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
             if self.kind == "lokr":
                 parts["lokr_w1"] = parts["lokr_w1"] * self.scale
             else:
                 parts["alpha"] = torch.tensor(self.scale * self.rank)
             if self.kind == "dora":
-                parts["dora_scale"] = _dora_scale(layer, parts.pop("lora_magnitude_vector.weight"), self.scale)
+                magnitude = parts.pop("lora_magnitude_vector.weight")[:, None]
+                if for_comfyui:
+                    weight = layer.get_base_layer().weight.detach().float().cpu()
+                    moved = weight + self.scale * parts["lora_B.weight"] @ parts["lora_A.weight"]
+                    magnitude = magnitude * weight.norm(dim=1, keepdim=True) / moved.norm(dim=1, keepdim=True)
+                parts["dora_scale"] = magnitude
             found[name] = parts
         return found
 
@@ -263,17 +274,6 @@ def _peft_config(kind: str, rank: int, alpha: float, layers: list[str]) -> Any:
     return LoraConfig(
         r=rank, lora_alpha=alpha, target_modules=layers, use_rslora=kind == "rslora", use_dora=kind == "dora"
     )
-
-
-def _dora_scale(layer: Any, magnitude: Tensor, scale: float) -> Tensor:
-    """The magnitudes (out,) as ComfyUI wants them, (out, 1).
-
-    peft, as the paper, divides by the norm of W + scale B A; ComfyUI divides by that of W.
-    """
-    weight = layer.get_base_layer().weight.detach().float().cpu()
-    a, b = (part["default"].weight.detach().float().cpu() for part in (layer.lora_A, layer.lora_B))
-    moved = (weight + scale * b @ a).norm(dim=1, keepdim=True)
-    return magnitude[:, None] * weight.norm(dim=1, keepdim=True) / moved
 
 
 def _set_submodule(module: nn.Module, name: str, layer: nn.Module) -> None:

@@ -38,6 +38,8 @@ class Architecture:
     """kohya's ``ss_base_model_version``."""
     modelspec: str = ""
     """``modelspec.architecture`` of a LoRA (https://github.com/Stability-AI/ModelSpec)."""
+    resolution: str = "1024x1024"
+    """``modelspec.resolution``: the size the family was trained at."""
 
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -52,6 +54,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         scheduler="normal",
         base_version="sd_v1",
         modelspec="stable-diffusion-v1/lora",
+        resolution="512x512",
     ),
     Architecture(
         name="SD2",
@@ -64,6 +67,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         scheduler="normal",
         base_version="sd_v2",
         modelspec="stable-diffusion-v2-768-v/lora",
+        resolution="768x768",
     ),
     Architecture(
         name="SDXL",
@@ -143,6 +147,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         signature=r"blocks\.\d+\.((self|cross)_attn\.[qkvo]|ffn\.[02])",
         base_version="wan",
         modelspec="wan2.1/lora",
+        resolution="832x480",
     ),
 )
 
@@ -173,10 +178,15 @@ def architecture_of(host_classes: Iterable[str]) -> Architecture:
     return OTHER
 
 
+def signature_widths(entry: Architecture, inputs: Mapping[str, int]) -> set[int]:
+    """Numbers of inputs of those layers that fit the entry's signature; none for another family's layers."""
+    return {width for name, width in inputs.items() if re.fullmatch(entry.signature, name)}
+
+
 def architecture_from_layers(inputs: Mapping[str, int]) -> Architecture:
     """The entry whose signature fits the layers of a LoRA file: layer name -> number of inputs; OTHER if none does."""
     for entry in ARCHITECTURES:
-        widths = [width for name, width in inputs.items() if re.fullmatch(entry.signature, name)]
+        widths = signature_widths(entry, inputs)
         if widths and (not entry.width or entry.width in widths):
             return entry
     return OTHER

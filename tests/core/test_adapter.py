@@ -7,7 +7,7 @@ import torch
 from toy import ToyModel
 
 from treegrpo_core.adapter import KINDS, Adapter, target_layers
-from treegrpo_core.lora import metadata, read_header, read_layers, write_lora
+from treegrpo_core.lora import metadata, read_header, read_lora, write_lora
 
 
 def moved_adapter(model: ToyModel, **options) -> Adapter:
@@ -168,8 +168,8 @@ def test_the_factors_mean_what_the_live_adapter_does(kind):
 def test_a_lora_file_holds_the_adapter(tmp_path):
     adapter = moved_adapter(ToyModel())
     path = tmp_path / "loras" / "x.safetensors"
-    write_lora(path, adapter, metadata(adapter, "x", 7, {"run": "toy"}))
-    read, factors = read_layers(path), adapter.factors()
+    write_lora(path, adapter, metadata("x", 7, {"run": "toy"}))
+    read, factors = read_lora(path).layers, adapter.factors()
     assert read.keys() == factors.keys()
     assert all(torch.equal(read[layer][part], factors[layer][part]) for layer in factors for part in factors[layer])
     assert read_header(path)["treegrpo.iteration"] == "7"
@@ -183,7 +183,7 @@ def test_starting_from_a_file_keeps_its_effect_whatever_rank_and_alpha(tmp_path,
     adapter = moved_adapter(model, alpha=6.0, targets="attention")
     write_lora(tmp_path / "x.safetensors", adapter, {})
     again = Adapter(other, kind=kind, rank=rank, alpha=2.0, targets="attention+mlp", seed=5)
-    again.load_factors(read_layers(tmp_path / "x.safetensors"))
+    again.load_factors(read_lora(tmp_path / "x.safetensors").layers)
     adapter.put_in(model)
     again.put_in(other)
     assert torch.allclose(model(x, 0.5), other(x, 0.5), atol=1e-5)
@@ -203,15 +203,3 @@ def test_a_file_that_does_not_fit_changes_nothing():
         with pytest.raises(ValueError, match=names):
             adapter.load_factors(layers)
     assert all(torch.equal(before[name], value) for name, value in adapter.state_dict().items())
-
-
-def test_files_that_are_no_lora_are_refused(tmp_path):
-    from safetensors.torch import save_file
-
-    other, broken = tmp_path / "other.safetensors", tmp_path / "broken.safetensors"
-    save_file({"some.weight": torch.zeros(2)}, other)
-    broken.write_bytes(other.read_bytes()[:-3])
-    with pytest.raises(ValueError, match=r"other.safetensors holds no .*some.weight"):
-        read_layers(other)
-    with pytest.raises(ValueError, match="broken.safetensors is not a complete"):
-        read_layers(broken)

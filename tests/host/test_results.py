@@ -20,10 +20,10 @@ def almost_equal(a, b) -> bool:
 
 @pytest.fixture
 def trained(request, comfy, graph, run_name):
-    """A trained run, exported; the graph's nodes and the picture of the live policy. Parameter: kind of adapter."""
-    kind = getattr(request, "param", "lora")
+    """A trained run, exported; the graph's nodes and the picture of the live policy. Parameter: adapter, format."""
+    kind, format_ = getattr(request, "param", ("lora", "comfyui"))
     nodes = training(graph, run_name, iterations=3).set("policy", learning_rate=1e-2, adapter=kind)
-    graph.add("TreeGRPOExport", policy=nodes.end[0], file_name=run_name)
+    graph.add("TreeGRPOExport", policy=nodes.end[0], file_name=run_name, format=format_)
     comfy.run(graph)
     looking = Graph()
     tiny = looking.add("TreeGRPOTinyModel")
@@ -35,8 +35,13 @@ def trained(request, comfy, graph, run_name):
     return nodes, comfy.images(outputs[live]), comfy.images(outputs[base])
 
 
-@pytest.mark.parametrize("trained", KINDS, indirect=True)
-def test_the_exported_file_gives_the_trainers_pictures(comfy, trained, run_name):
+@pytest.mark.parametrize(
+    ("trained", "prefix"),
+    [(("lora", "kohya"), "lora_unet_"), (("lora", "diffusers"), "transformer.")]
+    + [((kind, "comfyui"), "diffusion_model.") for kind in KINDS],
+    indirect=["trained"],
+)
+def test_the_exported_file_gives_the_trainers_pictures(comfy, trained, run_name, prefix):
     _, live, base = trained
     name = f"{run_name}.safetensors"
     assert name in comfy.files("LoraLoaderModelOnly", "lora_name")
@@ -50,9 +55,10 @@ def test_the_exported_file_gives_the_trainers_pictures(comfy, trained, run_name)
     assert almost_equal(pictures, live)
     assert not almost_equal(pictures, base)
     keys = load_file(comfy.base / "models" / "loras" / name)
-    assert all(key.startswith("diffusion_model.") for key in keys)
+    assert all(key.startswith(prefix) for key in keys)
 
 
+@pytest.mark.parametrize("trained", [("lora", "comfyui"), ("lora", "kohya")], indirect=True)
 def test_a_new_run_can_start_from_the_file(comfy, trained, run_name):
     nodes, live, _ = trained
     graph = Graph()

@@ -1,0 +1,76 @@
+"""``treegrpo export`` and ``treegrpo inspect``: LoRA files for other programs.
+
+The same as ``python -m treegrpo_core.cli``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .architectures import ARCHITECTURES, Architecture, architecture_named
+from .lora import FORMATS, read_lora, write
+from .lora.inspect import describe
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0, or 2 with one line on stderr if it could not be done."""
+    options = _parser().parse_args(arguments)
+    try:
+        print(options.command(options))
+    except (ValueError, OSError) as error:
+        print(f"treegrpo: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def export(options: argparse.Namespace) -> str:
+    """Convert a LoRA file; returns what to print."""
+    if options.output.exists():
+        raise ValueError(f"--output {options.output} exists; nothing is overwritten, choose another name")
+    if options.output.suffix != ".safetensors":
+        raise ValueError(f"--output {options.output} must end in .safetensors, by which programs know what it is")
+    file = read_lora(options.file, architecture=_family(options), without_text_encoder=options.without_text_encoder)
+    write(options.output, file, options.to)
+    return f"{options.output}: {file.architecture.name}, {len(file.layers)} layers, in the format {options.to}"
+
+
+def inspect(options: argparse.Namespace) -> str:
+    """Describe a LoRA file; returns what to print."""
+    return describe(options.file, _family(options))
+
+
+def _family(options: argparse.Namespace) -> Architecture | None:
+    return architecture_named(options.architecture) if options.architecture else None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="treegrpo", description="LoRA files of TreeGRPO and of other programs.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command, text in (
+        (export, "Write a LoRA file in another program's format, with the same effect."),
+        (inspect, "Say what a LoRA file is, where it comes from and which programs load it."),
+    ):
+        added = commands.add_parser(command.__name__, help=text, description=text)
+        added.set_defaults(command=command)
+        added.add_argument("file", type=Path, metavar="FILE", help="LoRA file (.safetensors) in any of the formats")
+        added.add_argument(
+            "--architecture",
+            choices=[entry.name for entry in ARCHITECTURES],
+            help="model family, for files that do not tell",
+        )
+        if command is export:
+            added.add_argument("--to", required=True, choices=FORMATS, help="format to write")
+            added.add_argument("--output", required=True, type=Path, metavar="PATH", help="new file to write")
+            added.add_argument(
+                "--without-text-encoder",
+                action="store_true",
+                help="leave out adapters of text encoders, which the formats here do not carry",
+            )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""The header of a LoRA file: what other programs read to show, sort and scale it. All values are strings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..architectures import ARCHITECTURES, OTHER, Architecture
+from . import parts
+
+COMFYUI = "https://github.com/comfyanonymous/ComfyUI"
+"""ModelSpec's name for a model whose layers are called as in ComfyUI."""
+
+
+def named_architecture(header: Mapping[str, str]) -> Architecture | None:
+    """The family that a header names, as this pack, ModelSpec or kohya does."""
+    for entry in ARCHITECTURES:
+        if header.get("treegrpo.architecture") == entry.name:
+            return entry
+    for entry in ARCHITECTURES:
+        if entry.modelspec and header.get("modelspec.architecture") == entry.modelspec:
+            return entry
+    for entry in ARCHITECTURES:
+        if entry.base_version and header.get("ss_base_model_version") == entry.base_version:
+            return entry
+    return None
+
+
+def complete_header(
+    layers: Mapping[str, Mapping[str, Tensor]],
+    old: Mapping[str, str],
+    architecture: Architecture,
+    tensors: Mapping[str, Tensor],
+    to: str,
+) -> dict[str, str]:
+    """``old`` (its history and title are kept) with all that depends on the weights and the format written anew."""
+    header = {"ss_network_args": "{}", "modelspec.date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    header |= {key: str(value) for key, value in old.items() if key not in _FROM_CONTENT}
+    header |= {"format": "pt", **_network(layers), "modelspec.sai_model_spec": "1.0.1"}
+    names_of_diffusers = to == "diffusers" or (to == "kohya" and architecture.name in ("SD1.5", "SD2"))
+    header["modelspec.implementation"] = "diffusers" if names_of_diffusers else COMFYUI
+    if architecture != OTHER:
+        header |= {
+            "treegrpo.architecture": architecture.name,
+            "ss_v2": str(architecture.name == "SD2"),
+            "ss_base_model_version": architecture.base_version,
+            "modelspec.architecture": architecture.modelspec,
+            "modelspec.resolution": architecture.resolution,
+        }
+    if to == "diffusers":
+        header["lora_adapter_metadata"] = json.dumps(_peft_settings(tensors), sort_keys=True)
+    return header | _hashes(tensors, header)
+
+
+_FROM_CONTENT = {
+    "format",
+    "lora_adapter_metadata",
+    "modelspec.hash_sha256",
+    "sshs_model_hash",
+    "sshs_legacy_hash",
+    "ss_network_dim",
+    "ss_network_alpha",
+    "ss_network_module",
+}
+
+
+def _network(layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
+    """Kohya's description of the network; a value that is not the same for all layers is ``Dynamic``, as in kohya's."""
+    kinds = {parts.kind(layer) for layer in layers.values()}
+    ranks = {rank_of(layer) for layer in layers.values()} - {None}
+    alphas = {float(layer["alpha"]) if "alpha" in layer else float(rank_of(layer) or 1) for layer in layers.values()}
+    return {
+        "ss_network_module": "networks.lora" if kinds == {"LoRA"} else "lycoris.kohya",
+        "ss_network_dim": str(ranks.pop()) if len(ranks) == 1 else "Dynamic",
+        "ss_network_alpha": str(alphas.pop()) if len(alphas) == 1 else "Dynamic",
+    }
+
+
+def rank_of(layer: Mapping[str, Tensor]) -> int | None:
+    """The rank of one layer's adapter; None for a LoKr of whole matrices."""
+    for name, axis in ((parts.A, 0), ("hada_w1_b", 0), ("lokr_w2_b", 0), ("lokr_w1_b", 0)):
+        if name in layer:
+            return layer[name].shape[axis]
+    return None
+
+
+def _hashes(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> dict[str, str]:
+    """Kohya's two hashes, of the file as it would be with the ``ss_`` part of the header alone.
+
+    ``sshs_model_hash`` is of the data behind the header, so it can be found again whatever the header says.
+    """
+    from safetensors.torch import save
+
+    whole = save(dict(tensors), {key: value for key, value in header.items() if key.startswith("ss_")})
+    start = 8 + int.from_bytes(whole[:8], "little")
+    legacy = hashlib.sha256(whole[0x100000 : 0x100000 + 0x10000]).hexdigest()[:8]
+    return {"sshs_model_hash": hashlib.sha256(whole[start:]).hexdigest(), "sshs_legacy_hash": legacy}
+
+
+def _peft_settings(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Peft's settings as diffusers keeps them in a file: each layer at scale 1, so alpha is the rank."""
+    ranks = {key.removesuffix(f".{parts.A}"): value.shape[0] for key, value in tensors.items() if key.endswith(parts.A)}
+    component = next(iter(ranks)).split(".")[0]
+    usual = Counter(ranks.values()).most_common(1)[0][0]
+    names = {key.removeprefix(f"{component}."): rank for key, rank in ranks.items()}
+    # peft reads these keys as patterns of the end of a name; "^" makes them whole names.
+    others = {f"^{re.escape(name)}": rank for name, rank in names.items() if rank != usual}
+    settings = {
+        "r": usual,
+        "lora_alpha": usual,
+        "rank_pattern": others,
+        "alpha_pattern": others,
+        "target_modules": sorted(names),
+        "use_dora": any("lora_magnitude_vector" in key for key in tensors),
+        "lora_bias": False,
+    }
+    return {f"{component}.{key}": value for key, value in settings.items()}
+
+
+def alpha_of_diffusers(header: Mapping[str, str], layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Alpha of the layers that have none of their own, where diffusers' settings in the header give one."""
+    try:
+        settings = json.loads(header.get("lora_adapter_metadata", "{}"))
+    except json.JSONDecodeError:
+        settings = {}
+    own = {key.split(".", 1)[1]: value for key, value in settings.items() if key.startswith(("unet.", "transformer."))}
+    if "lora_alpha" not in own:
+        return {}
+    found = {}
+    for name, layer in layers.items():
+        rank = rank_of(layer)
+        if parts.ALPHA in layer or rank is None:
+            continue
+        alpha = float(_matching(own.get("alpha_pattern") or {}, name, own["lora_alpha"]))
+        found[name] = torch.tensor(alpha * rank**0.5 if own.get("use_rslora") else alpha)
+    return found
+
+
+def _matching(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Peft's rule: a pattern is a whole name or what follows a dot in it."""
+    found: Iterable[Any] = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name))
+    return next(iter(found), default)

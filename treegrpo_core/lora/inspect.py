@@ -1,0 +1,111 @@
+"""What a LoRA file is, in words."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from ..architectures import Architecture
+from . import parts
+from .file import FORMATS, Found, read_any
+from .header import rank_of
+from .programs import loaded_by
+
+KOHYA_HISTORY = ("ss_sd_model_name", "ss_steps", "ss_num_epochs", "ss_learning_rate", "ss_num_train_images")
+"""What is shown of a file that kohya's trainer made; this pack's own history is shown whole."""
+
+
+def describe(path: Path, architecture: Architecture | None = None) -> str:
+    """Lines of text: family, format, kind, rank, layers, history and the programs that load the file.
+
+    Raises ValueError, as reading does, for a file that is not understood.
+    """
+    found = read_any(path, architecture)
+    file = found.file
+    kinds = {parts.kind(layer) for layer in file.layers.values()}
+    lines = {
+        "file": f"{path.name}, {path.stat().st_size / 2**20:.1f} MiB, {_types(file.layers.values())}",
+        "architecture": file.architecture.name,
+        "format": found.format,
+        "kind": ", ".join(sorted(kinds)),
+        "rank": _counted(str(rank_of(layer) or "whole matrix") for layer in file.layers.values()),
+        "alpha / rank": _counted(f"{parts.scale(layer):g}" for layer in file.layers.values() if parts.A in layer),
+        "targets": _targets(file.layers, file.architecture),
+        **_history(file.metadata),
+        "loads in": ", ".join(_loaders(found, kinds)) or "no program known",
+    }
+    if found.text_encoder:
+        lines["text encoders"] = f"{len(found.text_encoder)} keys, which export leaves out only on purpose"
+    for to in FORMATS:
+        more = [program for program in loaded_by(file.architecture, to, kinds) if program not in _loaders(found, kinds)]
+        if to != found.format and more:
+            lines[f"as {to} also in"] = ", ".join(more)
+    if any(_sort(name, file.architecture) == "other" for name in file.layers):
+        lines["note"] = "the programs are known for attention and MLP layers; the others of this file may be refused"
+    width = max(map(len, lines))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items() if text)
+
+
+def _loaders(found: Found, kinds: set[str]) -> list[str]:
+    return loaded_by(found.file.architecture, found.format, kinds)
+
+
+def _counted(values: Iterable[str]) -> str:
+    """The one value, or each with the number of layers that have it."""
+    counts = Counter(values)
+    if len(counts) < 2:
+        return "".join(counts)
+    return ", ".join(f"{value} ({count} layers)" for value, count in counts.most_common())
+
+
+def _types(layers: Iterable[Mapping[str, Tensor]]) -> str:
+    types = {
+        str(value.dtype).removeprefix("torch.")
+        for layer in layers
+        for key, value in layer.items()
+        if key != parts.ALPHA
+    }
+    return ", ".join(sorted(types))
+
+
+def _targets(layers: Mapping[str, object], architecture: Architecture) -> str:
+    """How many layers of each sort."""
+    sorts = Counter(_sort(name, architecture) for name in layers)
+    return ", ".join(f"{count} {sort}" for sort, count in sorts.items()) + f" of {len(layers)} layers"
+
+
+def _sort(layer: str, architecture: Architecture) -> str:
+    if re.fullmatch(architecture.attention, layer):
+        return "attention"
+    return "MLP" if re.fullmatch(architecture.mlp, layer) else "other"
+
+
+def _history(header: Mapping[str, str]) -> dict[str, str]:
+    title = {
+        "title": header.get("modelspec.title", header.get("ss_output_name", "")),
+        "date": header.get("modelspec.date", ""),
+    }
+    own = {
+        key.removeprefix("treegrpo.").replace("_", " "): _short(value)
+        for key, value in header.items()
+        if key.startswith("treegrpo.") and key != "treegrpo.architecture"
+    }
+    kohya = {key.removeprefix("ss_").replace("_", " "): header[key] for key in KOHYA_HISTORY if key in header}
+    return title | own | kohya
+
+
+def _short(value: str) -> str:
+    """JSON objects as ``name value`` pairs, in one line."""
+    try:
+        content = json.loads(value)
+    except json.JSONDecodeError:
+        return value
+    entries = content if isinstance(content, list) else [content]
+    if not all(isinstance(entry, dict) for entry in entries):
+        return value
+    return "; ".join(", ".join(f"{key} {item}" for key, item in entry.items() if item != "") for entry in entries)
