@@ -92,7 +92,7 @@ def test_the_table_names_the_sampling_that_core_has(comfy, graph, entry):
 
 
 @every_family
-def test_the_table_names_layers_layers_that_core_has(comfy, graph, entry):
+def test_the_table_names_layers_that_core_has(comfy, graph, entry):
     model = random_model(graph, entry)
     shown = comfy.run(graph)[model]
     assert shown["classes"][0] in entry.host_classes
