@@ -15,9 +15,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+
+_PLAIN = (Tensor, nn.Parameter)
+"""Types of tensors with memory of their own; quantized weights are of others."""
 
 
 class _Saved:
@@ -51,13 +54,17 @@ class Differentiable(TorchFunctionMode):
         self._hooks.__exit__(*raised)
         self._saved.clear()
 
-    def _pack(self, tensor: Tensor) -> _Saved:
+    def _pack(self, tensor: Tensor) -> _Saved | Tensor:
+        if type(tensor) not in _PLAIN:
+            return tensor
         saved = _Saved(tensor)
         self._saved[tensor.untyped_storage().data_ptr()].add(saved)
         return saved
 
     @staticmethod
-    def _unpack(saved: _Saved) -> Tensor:
+    def _unpack(saved: _Saved | Tensor) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
         if saved.tensor._version != saved.version:
             raise RuntimeError("model: its code changes a tensor in place that the gradient needs")
         return saved.tensor
@@ -66,24 +73,26 @@ class Differentiable(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _in_place(func, kwargs):
-            self._copy(args[0])
-        elif torch.is_grad_enabled():
-            args = tuple([_ordinary(value) for value in args])
+        target = _changed(func, args, kwargs)
+        if target is not None:
+            self._copy(target)
+        if torch.is_grad_enabled():
+            args = tuple([value if value is target else _ordinary(value) for value in args])
             kwargs = {key: _ordinary(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
-    def _copy(self, target: Any) -> None:
+    def _copy(self, target: Tensor) -> None:
         """Make what autograd saved of the memory of ``target`` independent of it."""
-        if isinstance(target, Tensor):
-            for saved in self._saved.pop(target.untyped_storage().data_ptr(), ()):
-                saved.tensor = saved.tensor.detach().clone()
-                saved.version = saved.tensor._version
+        for saved in self._saved.pop(target.untyped_storage().data_ptr(), ()):
+            saved.tensor = saved.tensor.detach().clone()
+            saved.version = saved.tensor._version
 
 
-def _in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+def _changed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor that this call changes in place; None if there is none."""
     name = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name[-1:] == "_" and name[-2:] != "__") or bool(kwargs.get("inplace"))
+    in_place = name == "__setitem__" or (name[-1:] == "_" and name[-2:] != "__") or kwargs.get("inplace")
+    return args[0] if in_place and args and type(args[0]) in _PLAIN else None
 
 
 def _ordinary(value: Any) -> Any:
@@ -135,6 +144,7 @@ class _Recomputation(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _in_place(func, kwargs) and not args[0]._is_view():
-            args[0].data = args[0].data.clone()
+        target = _changed(func, args, kwargs)
+        if target is not None and not target._is_view():
+            target.data = target.data.clone()
         return func(*args, **kwargs)

@@ -113,6 +113,7 @@ def test_inference_tensors_are_constants_of_the_formula():
         layer, shift = torch.nn.Linear(3, 3), torch.ones(3)
 
     def formula(x):
+        x *= shift
         return layer(x * shift) * torch.stack([shift, shift]) + torch.addcmul(x, tensor1=x, tensor2=shift)
 
     with pytest.raises(RuntimeError, match="Inference tensors"):

@@ -12,6 +12,9 @@ import comfy.supported_models
 import torch
 from torch import Tensor, nn
 
+TOKENS = 6
+"""Length of every text."""
+
 UNET = {
     "image_size": 32,
     "in_channels": 4,
@@ -271,6 +274,6 @@ def fill(module: nn.Module, seed: int) -> None:
 def conditioning(name: str, rows: int, seed: int) -> list[list[Any]]:
     """Text conditioning as this family's text encoder shapes it, one row per prompt."""
     reduced, generator = MODELS[name], torch.Generator().manual_seed(seed)
-    text = torch.randn(rows, 6, reduced.text_width, generator=generator)
+    text = torch.randn(rows, TOKENS, reduced.text_width, generator=generator)
     pooled = torch.randn(rows, reduced.pooled_width, generator=generator) if reduced.pooled_width else None
     return [[text, {"pooled_output": pooled}]]

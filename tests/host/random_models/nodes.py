@@ -14,7 +14,7 @@ import torch
 from comfy_api.latest import ComfyExtension, io
 from torch import nn
 
-from .models import MODELS, build, conditioning, fill
+from .models import MODELS, TOKENS, build, conditioning, fill
 
 Anything = io.Custom("*")
 
@@ -131,7 +131,7 @@ class TestControlNet(io.ComfyNode):
 
 
 class TestAttentionPatch(io.ComfyNode):
-    """Adds to cross-attention's values by a layer of its own, as packs for image prompts do."""
+    """Changes cross-attention by tensors and a layer of its own, as packs for image prompts do."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -141,10 +141,11 @@ class TestAttentionPatch(io.ComfyNode):
     def execute(cls, model: Any) -> io.NodeOutput:
         layer = nn.Linear(4, 1)
         fill(layer, 0)
-        picture = torch.linspace(-1, 1, 4)
+        picture, mask = torch.linspace(-1, 1, 4), torch.linspace(0.5, 1.5, TOKENS)[:, None]
+        strength = torch.tensor(0.5)
 
         def more(query: Any, key: Any, value: Any, _options: Any) -> tuple[Any, Any, Any]:
-            return query, key, value * layer(picture.to(value)) + layer(picture).tanh()
+            return query * strength, key, value * mask + layer(picture)
 
         clone = model.clone()
         clone.set_model_attn2_patch(more)
