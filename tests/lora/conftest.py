@@ -1,4 +1,4 @@
-"""ComfyUI's tiny models and our LoRA files for them, made once by a process of its own (see host_probe.py)."""
+"""The files of host_probe.py, made once by a process of its own."""
 
 from __future__ import annotations
 
@@ -6,42 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-from safetensors.torch import load_file
-from torch import Tensor
+from probed import Probe
 
 from tools.host import comfyui_folder
-from treegrpo_core.architectures import ARCHITECTURES
-from treegrpo_core.lora import LoraFile, read_lora
-
-FAMILIES = [entry.name for entry in ARCHITECTURES]
-
-
-@dataclass(frozen=True)
-class Probe:
-    """What the process left."""
-
-    folder: Path
-    report: dict[str, Any]
-
-    def path(self, family: str, to: str) -> Path:
-        return self.folder / f"{family}.{to}.safetensors"
-
-    def file(self, family: str) -> LoraFile:
-        """The LoRA of every linear layer, by ComfyUI's names."""
-        return read_lora(self.path(family, "comfyui"))
-
-    def weights(self, family: str) -> dict[str, Tensor]:
-        """The state dictionary of ComfyUI's model."""
-        return load_file(self.folder / f"{family}.weights")
-
-    def output(self, family: str) -> dict[str, Tensor]:
-        """Inputs of ComfyUI's model, and what it makes of them with the LoRA."""
-        return load_file(self.folder / f"{family}.output")
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES, Probe
+from probed import FAMILIES, Probe
 from torch import Tensor, nn
 
 from treegrpo_core.architectures import architecture_named

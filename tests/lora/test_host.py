@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import FAMILIES, Probe
+from probed import FAMILIES, Probe
 
 from treegrpo_core.architectures import architecture_named
 from treegrpo_core.lora import FORMATS, Format

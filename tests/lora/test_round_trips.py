@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAMILIES
+from probed import FAMILIES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

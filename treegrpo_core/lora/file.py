@@ -100,6 +100,8 @@ def read_any(path: Path, architecture: Architecture | None = None) -> Found:
     tensors, header = read_tensors(path), read_header(path)
     text_encoder = tuple(sorted(key for key in tensors if key.startswith(TEXT_ENCODERS)))
     keys = {key: _take_apart(key) for key in tensors if key not in text_encoder}
+    if text_encoder and not keys:
+        raise ValueError(f"{path.name} has adapters for text encoders alone (for example {text_encoder[0]})")
     if not any(keys.values()):
         raise ValueError(f"{path.name} holds no LoRA keys (first keys: {sorted(tensors)[:3]})")
     _refuse_unknown(path, [key for key, pieces in keys.items() if pieces is None], len(tensors))
@@ -108,9 +110,11 @@ def read_any(path: Path, architecture: Architecture | None = None) -> Found:
     for key, pieces in keys.items():
         if pieces:
             origin, name, suffix = pieces
+            if suffix in by_name[name]:
+                raise ValueError(f"{path.name}: {key} occurs a second time, under another prefix")
             formats.add(origin)
             by_name[name][suffix] = tensors[key]
-    _check_halves(path, by_name)
+    _check_matrices(path, by_name)
     for layer in by_name.values():
         if parts.DORA in layer and layer[parts.DORA].ndim == 1:
             layer[parts.DORA] = layer[parts.DORA][:, None]
@@ -215,15 +219,33 @@ def _refuse_unknown(path: Path, keys: list[str], total: int) -> None:
         )
 
 
-def _check_halves(path: Path, by_name: Mapping[str, Mapping[str, Tensor]]) -> None:
+def _check_matrices(path: Path, by_name: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """ValueError for a layer whose matrices are not all there, or are empty, or do not fit each other."""
     for name, layer in by_name.items():
-        if parts.kind(layer) not in ("LoRA", "DoRA"):
-            continue
-        if not {parts.A, parts.B} <= layer.keys():
-            raise ValueError(f"{path.name}: layer {name} has {sorted(layer)}, but a LoRA needs its two halves A and B")
-        down, up = layer[parts.A].shape, layer[parts.B].shape
-        if down[0] == 0 or len(down) < 2 or len(up) < 2 or up[1] != down[0]:
-            raise ValueError(f"{path.name}: layer {name} has A {tuple(down)} and B {tuple(up)}, which are no LoRA")
+        kind = parts.kind(layer)
+        needed = next((set(names) for names in _MATRICES[kind] if set(names) <= layer.keys()), None)
+        if needed is None:
+            wanted = " or ".join(", ".join(names) for names in _MATRICES[kind])
+            raise ValueError(f"{path.name}: layer {name} has {', '.join(sorted(layer))}, but {kind} needs {wanted}")
+        shapes = {suffix: tuple(layer[suffix].shape) for suffix in sorted(needed)}
+        down, up = shapes.get(parts.A, (1, 1)), shapes.get(parts.B, (1, 1))
+        if any(0 in shape or len(shape) < 2 for shape in shapes.values()) or up[1] != down[0]:
+            raise ValueError(f"{path.name}: layer {name} has matrices of shapes {shapes}, which are no {kind}")
+
+
+_PLAIN = ((parts.A, parts.B),)
+_MATRICES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "LoRA": _PLAIN,
+    "DoRA": _PLAIN,
+    "Tucker LoRA": _PLAIN,
+    "LoHa": (("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),),
+    "LoKr": tuple(
+        (*first, *second)
+        for first in (("lokr_w1",), ("lokr_w1_a", "lokr_w1_b"))
+        for second in (("lokr_w2",), ("lokr_w2_a", "lokr_w2_b"))
+    ),
+}
+"""The matrices that an adapter of each kind is made of, in one way or another."""
 
 
 def _native_layers(
