@@ -70,7 +70,8 @@ class RewardScorer(io.ComfyNode):
             node_id="RewardScorer",
             display_name="Reward Scorer (TreeGRPO)",
             category=CATEGORY,
-            description="Decodes the leaves and scores each against its own prompt.",
+            description="Decodes the leaves and scores each against its own prompt; a film's score is the mean of its "
+            "frames.",
             inputs=[
                 TreeType.Input("tree", tooltip="The trees of TreeSampler."),
                 io.Vae.Input("vae", tooltip="The VAE of the model."),
@@ -79,7 +80,8 @@ class RewardScorer(io.ComfyNode):
             outputs=[
                 TreeType.Output(display_name="TREE", tooltip="The trees with rewards, for TreeAdvantage."),
                 io.Image.Output(
-                    display_name="leaves", tooltip="All leaves: those of the first prompt, then the second, ..."
+                    display_name="leaves",
+                    tooltip="All leaves: those of the first prompt, then the second, ...; of films, all frames.",
                 ),
                 io.Float.Output(
                     display_name="rewards", is_output_list=True, tooltip="Weighted sum of the rewards of each leaf."
@@ -95,8 +97,9 @@ class RewardScorer(io.ComfyNode):
         start = time.perf_counter()
         images = decode(tree, vae)
         decoded = time.perf_counter()
-        prompts = [prompt for prompt in tree.prompts for _ in range(tree.plan.leaves)]
-        values = score(reward, images, prompts)
+        frames = len(images) // (tree.plan.leaves * len(tree.prompts))
+        prompts = [prompt for prompt in tree.prompts for _ in range(tree.plan.leaves * frames)]
+        values = score(reward, images, prompts).unflatten(1, (-1, frames)).mean(2)
         scored = tree.scored(
             Rewards(
                 tuple(entry.reward.name for entry in reward),
@@ -104,7 +107,7 @@ class RewardScorer(io.ComfyNode):
                 torch.stack([by_leaf(row, len(tree.prompts)) for row in values]),
             )
         )
-        tree.growth.thumbnails = thumbnails(images, len(tree.prompts))
+        tree.growth.thumbnails = thumbnails(images[frames // 2 :: frames], len(tree.prompts))
         scored = timed(timed(scored, "decode", decoded - start), "reward", time.perf_counter() - decoded)
         assert scored.rewards is not None
         # A loop keeps every output until the queue is done; images nobody reads would fill the memory.
@@ -114,17 +117,17 @@ class RewardScorer(io.ComfyNode):
 
 
 def decode(tree: Tree, vae: Any) -> Tensor:
-    """(P * L, H, W, 3) float in [0, 1], all leaves of the first prompt first."""
+    """(P * L * F, H, W, 3) float in [0, 1], all leaves of the first prompt first; F frames of a film, else 1."""
     policy: GuidedPolicy = tree.policy  # type: ignore[assignment]
     model = policy.guider.model_patcher.model
     latents = model.process_latent_out(by_prompt(tree.leaves).float().clone())
     images = vae.decode(latents)
-    if images.ndim == 5:
-        images = images.flatten(0, 1)
     if len(images) != len(latents):
         raise ValueError(
             f"vae: it made {len(images)} pictures of {len(latents)} leaves; connect the VAE that belongs to the model"
         )
+    if images.ndim == 5:
+        images = images.flatten(0, 1)
     return images[..., :3].float().cpu()
 
 

@@ -7,11 +7,13 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from random_graphs import PLAN, ordinary_latent, random_model, random_training, run_policy
 from safetensors.numpy import load_file
 
 from tools.client import Graph
 from treegrpo_core.architectures import ARCHITECTURES, architecture_named
+from treegrpo_core.rewards.jpeg import JpegReward
 from treegrpo_core.transition import choose_kernel
 
 WITHOUT_EFFECT = {"Qwen-Image": r"transformer_blocks\.1\.(attn\.(add_q_proj|to_add_out)|txt_mlp\..*)"}
@@ -132,3 +134,20 @@ def test_the_table_names_layers_that_core_has(comfy, graph, entry):
     assert mlp
     assert not attention & mlp
     assert any(re.fullmatch(entry.signature, name) for name in attention | mlp)
+
+
+def test_a_film_is_scored_by_the_mean_of_its_frames(comfy, graph, run_name):
+    nodes = random_training(graph, run_name, architecture_named("Wan"))
+    vae, reward = graph.add("TestFilmVAE"), graph.add("TreeGRPORewardModel", name="jpeg", weight=1.0)
+    scorer = graph.add("RewardScorer", tree=graph.inputs(nodes.leaves)["tree"], vae=vae[0], reward=reward[0])
+    advantage = graph.add("TreeAdvantage", tree=scorer[0], estimator="softmax", normalisation="none")
+    nodes.set("update", tree=advantage[0])
+    preview = graph.add("TreeGRPOPreview", tree=advantage[0], prompt=1)
+    pictures = graph.add("PreviewImage", images=scorer[1])
+    shown = comfy.run(graph)
+    frames = comfy.images(shown[pictures])
+    assert len(frames) == 2 * PLAN.leaves * 3
+    sizes = JpegReward().score(torch.from_numpy(frames).float() / 255, [""] * len(frames))
+    (line,) = (comfy.output / "treegrpo" / run_name / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["rewards"]["jpeg"] == pytest.approx(float(sizes.mean()), rel=0.02)
+    assert comfy.images(shown[preview]).std() > 0

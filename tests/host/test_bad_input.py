@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-from graphs import training
+import math
 
-from tools.client import ExecutionError
+import pytest
+import torch
+from graphs import training
+from random_graphs import random_training
+from safetensors.torch import save_file
+
+from tools.client import ExecutionError, Graph
+from treegrpo_core.architectures import architecture_named
 
 
 def folder_bytes(comfy, run_name):
@@ -49,6 +55,19 @@ CASES = {
     ),
     "run that exists": ("policy", {"if_run_exists": "create"}, "TreeGRPOPolicy", "exists already"),
     "another rank": ("policy", {"rank": 8}, "TreeGRPOPolicy", "rank 4, not 8"),
+    "another kind of adapter": ("policy", {"adapter": "dora"}, "TreeGRPOPolicy", "kind 'lora', not 'dora'"),
+    "targets that match nothing": (
+        "policy",
+        {"run_name": "no such layers", "target_pattern": "joint_blocks.0.x_block.attn.qvk"},
+        "TreeGRPOPolicy",
+        "match none of the model's .* near: .*joint_blocks.0.x_block.attn.qkv",
+    ),
+    "a pattern that is none": (
+        "policy",
+        {"run_name": "no such layers", "target_pattern": "*attn"},
+        "TreeGRPOPolicy",
+        "no preset .* and no pattern",
+    ),
     "other targets": ("policy", {"targets": "all linear"}, "TreeGRPOPolicy", "targets 'attention[+]mlp'"),
     "weightless rewards": ("reward", {"weight": 0.0}, "RewardScorer", "all weights are 0"),
 }
@@ -135,3 +154,59 @@ def test_a_loop_that_trains_nothing(comfy, graph, run_name):
     del graph[nodes.update.id]
     with pytest.raises(ExecutionError, match="there is no LoRAUpdate between"):
         comfy.run(graph)
+
+
+def lora_of_sd15(rank=4):
+    """A LoRA file's tensors, of another family than the bundled model's."""
+    name = "diffusion_model.input_blocks.1.1.transformer_blocks.0.attn2.to_k"
+    return {f"{name}.lora_A.weight": torch.ones(rank, 768), f"{name}.lora_B.weight": torch.ones(320, rank)}
+
+
+def lora_of_the_model(value=1.0, rank=4):
+    name = "diffusion_model.joint_blocks.0.x_block.attn.proj"
+    return {
+        f"{name}.lora_A.weight": torch.full((rank, 192), value),
+        f"{name}.lora_B.weight": torch.full((192, rank), value),
+    }
+
+
+def broken(path):
+    save_file(lora_of_the_model(), path)
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+FILES = {
+    "a LoRA of another family": (lambda path: save_file(lora_of_sd15(), path), "SD3 has no layers input_blocks"),
+    "a LoRA of a higher rank": (lambda path: save_file(lora_of_the_model(rank=8), path), "set rank to 8"),
+    "rank 0": (lambda path: save_file(lora_of_the_model(rank=0), path), "are no LoRA"),
+    "NaN": (lambda path: save_file(lora_of_the_model(math.nan), path), "joint_blocks.0.x_block.attn.proj.*NaN"),
+    "a half-written file": (broken, "not a complete safetensors file"),
+    "a pickle in disguise": (lambda path: torch.save(lora_of_the_model(), path), "pickle"),
+    "no LoRA at all": (lambda path: save_file({"weight": torch.ones(3)}, path), "no LoRA keys"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_lora_file_that_cannot_be_started_from(comfy, graph, run_name, case):
+    make, message = FILES[case]
+    name = f"{run_name}.safetensors"
+    make(comfy.base / "models" / "loras" / name)
+    nodes = training(graph, run_name).set("policy", start_from=name)
+    with pytest.raises(ExecutionError, match=message) as caught:
+        comfy.run(graph)
+    assert caught.value.node_type == "TreeGRPOPolicy"
+    assert not (comfy.output / "treegrpo" / run_name).exists(), "nothing was written"
+    comfy.run(nodes.set("policy", start_from="none").graph)
+
+
+def test_guidance_on_a_distilled_model_is_warned_of(comfy, run_name):
+    entry = architecture_named("Flux")
+    for cfg, warned in ((1.0, False), (3.0, True)):
+        graph, said = Graph(), len(comfy.log())
+        nodes = random_training(graph, f"{run_name} {cfg}", entry)
+        guider = graph.add(
+            "CFGGuider", model=nodes.policy[1], positive=nodes.model[1], negative=nodes.model[2], cfg=cfg
+        )
+        graph.inputs(graph.find("TreeSampler"))["guider"] = guider[0]
+        comfy.run(graph)
+        assert ("guidance is distilled into this model" in comfy.log()[said:]) == warned

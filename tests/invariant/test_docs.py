@@ -14,7 +14,15 @@ from tools.host import ROOT
 HELP = ROOT / "web" / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-TEXTS = ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "assets/README.md"]
+TEXTS = [
+    "README.md",
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "assets/README.md",
+    "docs/architectures.md",
+    "docs/lora.md",
+]
 COMMANDS = ["python -m pip install nox && python -m nox -s demo", "python -m nox -s tests"]
 
 
@@ -111,6 +119,26 @@ def test_the_included_words_are_all_in_the_help_page() -> None:
     page = (HELP / "TreeGRPOTinyModel.md").read_text(encoding="utf-8")
     listed = {name: found.split(", ") for name, found in re.findall(r"\*\*(\w+):\*\* (.+)", page)}
     assert listed == {"Things": list(THINGS), "Colours": list(COLOURS)}
+
+
+def test_the_page_of_families_says_what_the_table_says() -> None:
+    from treegrpo_core.architectures import ARCHITECTURES
+
+    page = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
+    lines = [line.replace(r"\|", "/") for line in page.splitlines() if line.startswith("| ")]
+    rows = [line.split("|")[1:-1] for line in lines if "`, " in line]
+    told = [[cell.strip().strip("`").replace("/", "|") for cell in row] for row in rows if len(row) == 6]
+    assert told == [
+        [
+            entry.name,
+            ", ".join(entry.host_classes),
+            entry.kernel,
+            f"{entry.scheduler}`, {entry.steps} steps",
+            entry.attention,
+            entry.mlp,
+        ]
+        for entry in ARCHITECTURES
+    ]
 
 
 def test_the_help_pages_bring_no_script() -> None:

@@ -112,6 +112,21 @@ class TestValues(io.ComfyNode):
         return io.NodeOutput(ui={"values": latent["samples"].flatten().tolist()})
 
 
+class TestFilmVAE(io.ComfyNode):
+    """Decodes as core's VAE does for films: latents (N, C, F, H, W) to pictures (N, F, H, W, 3)."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(cls, [], [io.Vae.Output()])
+
+    @classmethod
+    def execute(cls) -> io.NodeOutput:
+        return io.NodeOutput(cls())
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        return latents[:, :3].movedim(1, -1).sigmoid()
+
+
 class TestControlNet(io.ComfyNode):
     """A ControlNet with random weights that fits the reduced SD1.5."""
 
@@ -181,6 +196,7 @@ class Extension(ComfyExtension):
             TestRewards,
             TestLeaves,
             TestValues,
+            TestFilmVAE,
             TestControlNet,
             TestAttentionPatch,
             TestLora,
