@@ -19,8 +19,8 @@ UNET_MLP = r".*\.ff\.net\.(0\.proj|2)|.*\.proj_(in|out)"
 class Architecture:
     """One model family.
 
-    signature and width: a pattern of layer names, and their number of inputs (0: any), which together tell this family
-    from all others in a LoRA file that says nothing of itself.
+    signature and widths: a pattern of layer names, and their numbers of inputs in all published sizes, which tell a
+    family from all others in a LoRA file that says nothing of itself.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Architecture:
     attention: str
     mlp: str
     signature: str
-    width: int = 0
+    widths: tuple[int, ...] = ()
     kernel: str = "flow_sde"
     scheduler: str = "simple"
     """ComfyUI's scheduler that the family is usually sampled with; the shift is the model's own."""
@@ -49,7 +49,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         attention=UNET_ATTENTION,
         mlp=UNET_MLP,
         signature=r".*\.attn2\.to_[kv]",
-        width=768,
+        widths=(768,),
         kernel="ancestral",
         scheduler="normal",
         base_version="sd_v1",
@@ -62,7 +62,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         attention=UNET_ATTENTION,
         mlp=UNET_MLP,
         signature=r".*\.attn2\.to_[kv]",
-        width=1024,
+        widths=(1024,),
         kernel="ancestral",
         scheduler="normal",
         base_version="sd_v2",
@@ -75,7 +75,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         attention=UNET_ATTENTION,
         mlp=UNET_MLP,
         signature=r".*\.attn2\.to_[kv]",
-        width=2048,
+        widths=(2048,),
         kernel="ancestral",
         scheduler="normal",
         base_version="sdxl_base_v1-0",
@@ -87,6 +87,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         attention=r"joint_blocks\.\d+\.(x|context)_block\.attn2?\.(qkv|proj)",
         mlp=r"joint_blocks\.\d+\.(x|context)_block\.mlp\.fc[12]",
         signature=r"joint_blocks\.\d+\.(x|context)_block\..*",
+        widths=(1536, 2432),
         base_version="sd3",
         modelspec="stable-diffusion-v3-medium/lora",
     ),
@@ -96,7 +97,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         attention=r"double_blocks\.\d+\.(img|txt)_attn\.(qkv|proj)|single_blocks\.\d+\.linear[12]",
         mlp=r"double_blocks\.\d+\.(img|txt)_mlp\.[02]",
         signature=r"double_blocks\.\d+\.(img|txt)_(attn\.(qkv|proj)|mlp\.0)|single_blocks\.\d+\.linear1",
-        width=3072,
+        widths=(3072,),
         base_version="flux1",
         modelspec="flux-1-dev/lora",
     ),
@@ -106,7 +107,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         attention=r"double_blocks\.\d+\.(img|txt)_attn\.(qkv|proj)|single_blocks\.\d+\.linear[12]",
         mlp=r"double_blocks\.\d+\.(img|txt)_mlp\.[02]",
         signature=r"double_blocks\.\d+\.(img|txt)_(attn\.(qkv|proj)|mlp\.0)|single_blocks\.\d+\.linear1",
-        width=6144,
+        widths=(3072, 4096, 6144),
         base_version="flux2",
         modelspec="flux-2-dev/lora",
     ),
@@ -116,6 +117,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         attention=r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0|add_[qkv]_proj|to_add_out)",
         mlp=r"transformer_blocks\.\d+\.(img|txt)_mlp\.net\.(0\.proj|2)",
         signature=r"transformer_blocks\.\d+\.(attn\.(to_q|to_k|to_v|add_[qkv]_proj|to_add_out)|(img|txt)_mlp\..*)",
+        widths=(3072,),
         base_version="qwen_image",
         modelspec="qwen-image/lora",
     ),
@@ -125,7 +127,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         attention=r"(layers|noise_refiner|context_refiner)\.\d+\.attention\.(qkv|out)",
         mlp=r"(layers|noise_refiner|context_refiner)\.\d+\.feed_forward\.w[123]",
         signature=r"(layers|noise_refiner|context_refiner)\.\d+\.(attention\.qkv|feed_forward\.w[13])",
-        width=3840,
+        widths=(3840,),
         base_version="zimage",
         modelspec="z-image/lora",
     ),
@@ -135,7 +137,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         attention=r"(layers|noise_refiner|context_refiner)\.\d+\.attention\.(qkv|out)",
         mlp=r"(layers|noise_refiner|context_refiner)\.\d+\.feed_forward\.w[123]",
         signature=r"(layers|noise_refiner|context_refiner)\.\d+\.(attention\.qkv|feed_forward\.w[13])",
-        width=2304,
+        widths=(2304,),
         base_version="lumina2",
         modelspec="lumina-2/lora",
     ),
@@ -145,6 +147,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         attention=r"blocks\.\d+\.(self|cross)_attn\.(q|k|v|o)",
         mlp=r"blocks\.\d+\.ffn\.[02]",
         signature=r"blocks\.\d+\.((self|cross)_attn\.[qkvo]|ffn\.[02])",
+        widths=(1536, 3072, 5120),
         base_version="wan",
         modelspec="wan2.1/lora",
         resolution="832x480",
@@ -187,6 +190,6 @@ def architecture_from_layers(inputs: Mapping[str, int]) -> Architecture:
     """The entry whose signature fits the layers of a LoRA file: layer name -> number of inputs; OTHER if none does."""
     for entry in ARCHITECTURES:
         widths = signature_widths(entry, inputs)
-        if widths and (not entry.width or entry.width in widths):
+        if widths & set(entry.widths):
             return entry
     return OTHER

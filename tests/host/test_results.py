@@ -80,6 +80,20 @@ def test_the_file_of_another_run_is_never_replaced(comfy, trained, run_name):
     assert path.read_bytes() == before
 
 
+def test_the_average_of_the_weights_can_be_exported(comfy, graph, run_name):
+    nodes = training(graph, run_name, iterations=3).set("policy", learning_rate=5e-3)
+    for weights in ("last", "average"):
+        graph.add("TreeGRPOExport", policy=nodes.end[0], file_name=f"{run_name} {weights}", weights=weights)
+    comfy.run(graph)
+    state = load_file(comfy.output / "treegrpo" / run_name / "state.safetensors")
+    for weights, prefix in (("last", "adapter."), ("average", "average.")):
+        file = load_file(comfy.base / "models" / "loras" / f"{run_name} {weights}.safetensors")
+        exported = {key: value for key, value in file.items() if not key.endswith("alpha")}
+        expected = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        assert exported.keys() == {f"diffusion_model.{key}" for key in expected}
+        assert all(np.array_equal(exported[f"diffusion_model.{key}"], value) for key, value in expected.items())
+
+
 def test_core_nodes_take_the_lora_and_the_losses(comfy, graph, run_name):
     """After one update the loss curve is a single point, on which core's plot alone would divide by zero."""
     nodes = training(graph, run_name).set("policy", learning_rate=5e-3)

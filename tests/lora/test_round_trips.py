@@ -15,7 +15,6 @@ from torch import Tensor
 
 from treegrpo_core.architectures import OTHER, architecture_named
 from treegrpo_core.lora import FORMATS, Format, LoraFile, parts, read_header, read_lora, to_tensors, write
-from treegrpo_core.lora.detect import WIDTHS
 from treegrpo_core.lora.keys import flat, key_map, kohya_name
 
 Layers = dict[str, dict[str, Tensor]]
@@ -69,7 +68,7 @@ def test_every_way_there_and_back(tmp_path: Path, family: str, first: Format, se
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_family_is_found_without_a_header(tmp_path: Path, family: str, to: Format) -> None:
     """By names and widths alone, as in files of other programs."""
-    width = max(WIDTHS[family])
+    width = max(architecture_named(family).widths)
     rule = next(rule for name, rule in key_map(architecture_named(family)).by_native.items() if _telling(name))
     # Flux 2's smaller models are as wide as Flux, but their MLPs are gated.
     rows = {"Flux 2": 6 * width, "Flux": 4 * width, "Lumina 2": width // 3 * 5}.get(family, 3 * width)

@@ -34,11 +34,11 @@ def compose(picture: Image.Image, caption: Caption, draw: random.Random) -> np.n
     """One training picture (64, 64, 3) uint8: the thing, mirrored or not, near the middle of a plain background."""
     if draw.random() < 0.5:
         picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    side = int(IMAGE_SIZE * (draw.uniform(0.45, 0.6) if caption.small else draw.uniform(0.85, 1.0)))
+    side = int(IMAGE_SIZE * (draw.uniform(0.52, 0.6) if caption.small else draw.uniform(0.85, 1.0)))
     room = IMAGE_SIZE - side
     canvas = Image.new("RGBA", (IMAGE_SIZE, IMAGE_SIZE), (*COLOURS[caption.colour], 255))
     resized = picture.resize((side, side), Image.Resampling.LANCZOS)
-    canvas.alpha_composite(resized, tuple(draw.randint(room // 4, room - room // 4) for _ in "xy"))
+    canvas.alpha_composite(resized, tuple(draw.randint(room * 3 // 8, room - room * 3 // 8) for _ in "xy"))
     return np.asarray(canvas.convert("RGB"))
 
 
@@ -47,7 +47,7 @@ def dataset(count: int, styles: tuple[str, ...], seed: int) -> tuple[torch.Tenso
     draw = random.Random(seed)
     sets = [emoji(style) for style in styles]
     captions = [
-        Caption(draw.choice(list(THINGS)), draw.choice(list(COLOURS)), draw.random() < 0.4) for _ in range(count)
+        Caption(draw.choice(list(THINGS)), draw.choice(list(COLOURS)), draw.random() < 0.5) for _ in range(count)
     ]
     arrays = [compose(draw.choice(sets)[caption.thing], caption, draw) for caption in captions]
     pixels = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous()

@@ -13,20 +13,6 @@ from .keys import KeyMap, Place, flat, key_map
 
 Layers = Mapping[str, Mapping[str, Tensor]]
 
-WIDTHS = {
-    "SD1.5": {768},
-    "SD2": {1024},
-    "SDXL": {2048},
-    "SD3": {1536, 2432},
-    "Flux": {3072},
-    "Flux 2": {3072, 4096, 6144},
-    "Qwen-Image": {3072},
-    "Z-Image": {3840},
-    "Lumina 2": {2304},
-    "Wan": {1536, 3072, 5120},
-}
-"""Inputs of a family's telling layers (its signature), in all sizes that are published."""
-
 
 def places(keys: KeyMap, names: Iterable[str]) -> dict[str, Place]:
     """The places of those names that the family has."""
@@ -78,7 +64,7 @@ def _width_fits(entry: Architecture, found: Mapping[str, Place], layers: Layers)
     inputs = {
         place.rule.native: layers[name][parts.A].shape[1] for name, place in found.items() if parts.A in layers[name]
     }
-    return bool(WIDTHS[entry.name] & signature_widths(entry, inputs))
+    return bool(set(entry.widths) & signature_widths(entry, inputs))
 
 
 def _gated(layers: Layers) -> bool:

@@ -112,8 +112,15 @@ class TestValues(io.ComfyNode):
         return io.NodeOutput(ui={"values": latent["samples"].flatten().tolist()})
 
 
-class TestFilmVAE(io.ComfyNode):
+class FilmVAE:
     """Decodes as core's VAE does for films: latents (N, C, F, H, W) to pictures (N, F, H, W, 3)."""
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        return latents[:, :3].movedim(1, -1).sigmoid()
+
+
+class TestFilmVAE(io.ComfyNode):
+    """A :class:`FilmVAE`."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -121,10 +128,7 @@ class TestFilmVAE(io.ComfyNode):
 
     @classmethod
     def execute(cls) -> io.NodeOutput:
-        return io.NodeOutput(cls())
-
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        return latents[:, :3].movedim(1, -1).sigmoid()
+        return io.NodeOutput(FilmVAE())
 
 
 class TestControlNet(io.ComfyNode):
