@@ -3,31 +3,97 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
-REWARDS: dict[str, str] = {
-    "text_image": ".text_image:TextImageReward",
-    "jpeg": ".jpeg:JpegReward",
-    "background_match": ".measured:BackgroundMatch",
-    "size_match": ".measured:SizeMatch",
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A file of weights that is not part of this pack, and where it comes from."""
+
+    file: str
+    """Name under ``models/reward_models``."""
+    repository: str
+    """On Hugging Face."""
+    path: str
+    """In the repository."""
+    size: int = 0
+    """In bytes; 0: not known."""
+    sha256: str = ""
+    """Empty: not known."""
+
+
+@dataclass(frozen=True)
+class RewardInfo:
+    """What is known of a reward without importing it."""
+
+    target: str
+    """``module:Class``; a module that starts with a dot is in this package."""
+    measures: str
+    """One sentence."""
+    range: str
+    licence: str
+    needs_prompt: bool = True
+    source: str = ""
+    """What the reward takes as its source (a file, an address, a target); empty: it takes none."""
+    checkpoints: tuple[Checkpoint, ...] = ()
+    packages: tuple[str, ...] = ()
+    """Python packages it needs beside the pack's requirements."""
+
+
+REWARDS: dict[str, RewardInfo] = {
+    "text_image": RewardInfo(
+        ".text_image:TextImageReward",
+        "How well a picture of the included model fits its prompt, learned on another drawing style.",
+        range="-1 to 1",
+        licence="GPL-3.0-or-later",
+    ),
+    "jpeg": RewardInfo(
+        ".jpeg:JpegReward",
+        "Minus the kilobytes of the picture as a JPEG file of quality 95.",
+        range="below 0",
+        licence="GPL-3.0-or-later",
+        needs_prompt=False,
+    ),
+    "background_match": RewardInfo(
+        ".measured:BackgroundMatch",
+        "Whether the background has the colour that the included model's prompt asks for.",
+        range="0 or 1",
+        licence="GPL-3.0-or-later",
+    ),
+    "size_match": RewardInfo(
+        ".measured:SizeMatch",
+        "Whether the thing has the size that the included model's prompt asks for.",
+        range="0 or 1",
+        licence="GPL-3.0-or-later",
+    ),
 }
-"""Name of each reward -> ``module:Class``; a module that starts with a dot is in this package."""
 
 
 class Reward(Protocol):
-    """Anything that scores pictures against their prompts; higher is better."""
+    """Anything that scores pictures against their prompts; higher is better.
+
+    A reward with weights has them in ``module``, an ``nn.Module`` that the host puts on the device before it scores and
+    takes off afterwards; others have none. A class is called with the keyword arguments ``source`` and ``locate`` of
+    :func:`load_reward` if its :class:`RewardInfo` names a source or checkpoints, and else without arguments.
+    """
 
     name: str
 
     def score(self, images: Tensor, prompts: list[str]) -> Tensor:
         """images: (N, H, W, 3) float RGB in [0, 1]; prompts: N texts. Returns (N,) float32."""
         ...
+
+
+def module_of(reward: Reward) -> nn.Module | None:
+    """The reward's weights, if it has any."""
+    return getattr(reward, "module", None)
 
 
 @dataclass(frozen=True)
@@ -42,12 +108,29 @@ class WeightedReward:
             raise ValueError(f"weight of reward {self.reward.name!r} is {self.weight}: give a finite number")
 
 
-def load_reward(name: str) -> Reward:
-    """The reward of that name, ready to score. Raises ValueError, listing the known names, for any other name."""
+def missing(checkpoint: Checkpoint) -> Path:
+    """The default of ``locate``: there is no such file. FileNotFoundError says where to get it and where to put it."""
+    size = f" ({checkpoint.size / 1e9:.1f} GB)" if checkpoint.size else ""
+    raise FileNotFoundError(
+        f"{checkpoint.file}{size} is missing: get it from https://huggingface.co/{checkpoint.repository} "
+        f"({checkpoint.path}) and put it into models/reward_models, or tick download"
+    )
+
+
+def load_reward(name: str, *, source: str = "", locate: Callable[[Checkpoint], Path] = missing) -> Reward:
+    """The reward of that name, ready to score.
+
+    ``source``: what its :attr:`RewardInfo.source` describes; ``locate``: finds or fetches a checkpoint's file, or
+    raises FileNotFoundError. Raises ValueError, listing the known names, for any other name.
+    """
     if name not in REWARDS:
         raise ValueError(f"unknown reward {name!r}: choose one of {', '.join(sorted(REWARDS))}")
-    module, class_name = REWARDS[name].split(":")
-    return getattr(import_module(module, __package__), class_name)()
+    info = REWARDS[name]
+    module, class_name = info.target.split(":")
+    make = getattr(import_module(module, __package__), class_name)
+    if source and not info.source:
+        raise ValueError(f"source is {source!r}, but reward {name!r} takes none: leave it empty")
+    return make(source=source, locate=locate) if info.source or info.checkpoints else make()
 
 
 def score(weighted: Sequence[WeightedReward], images: Tensor, prompts: list[str]) -> Tensor:

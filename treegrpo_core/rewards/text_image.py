@@ -133,14 +133,14 @@ class TextImageReward:
                 f"the text_image reward's weights are missing: {weights} does not exist. "
                 "Reinstall the pack, or train them with tools/train_bundled/train_reward.py"
             )
-        self.towers = Towers().eval().requires_grad_(False)
-        self.towers.load_state_dict({name: value.float() for name, value in load_file(weights).items()})
+        self.module = Towers().eval().requires_grad_(False)
+        self.module.load_state_dict({name: value.float() for name, value in load_file(weights).items()})
 
     @torch.no_grad()
     def score(self, images: Tensor, prompts: list[str]) -> Tensor:
         """images: (N, H, W, 3) float RGB in [0, 1], any size; prompts: N texts. Returns (N,) float32 on the CPU."""
         check_pictures(images, prompts)
-        towers, ids = self.towers.to(images.device), token_ids(prompts).to(images.device)
+        towers, ids = self.module.to(images.device), token_ids(prompts).to(images.device)
         parts = [towers(prepare(part), row) for part, row in zip(images.split(BATCH), ids.split(BATCH), strict=True)]
         return torch.cat(parts).cpu()
 
