@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -137,6 +138,16 @@ def grow(
         levels.append(Level(index, k, x, children, log_prob))
         x, kept = children, True
     return Growth(levels, x, forwards)
+
+
+def sample(denoise: Denoiser, roots: Tensor, sigmas: Sequence[float], *, max_batch: int = 64) -> Tensor:
+    """Deterministic Euler sampling of (N, P, *latent), noised at ``sigmas[0]``: as the model is used after training."""
+    batches = MicroBatches(max_batch, roots.shape[1])
+    sampling = _Sampling(denoise, "", 0.0, 0, (), batches, roots.device)
+    x = roots.clone()
+    for sigma, sigma_next in pairwise(sigmas):
+        sampling.ode(x, sigma, sigma_next, x)
+    return x
 
 
 def check_schedule(sigmas: Sequence[float], plan: Plan) -> None:
