@@ -206,7 +206,7 @@ class TreeSampler(io.ComfyNode):
         if run.iteration == 0:
             log.info("TreeGRPO: run %s, %s", run.name, _estimate(tree))
         store = torch.device("cpu") if store_on_cpu else None
-        return io.NodeOutput(_grown(tree, noise, max_batch, store, tail_steps > 0, cls.hidden.unique_id))
+        return io.NodeOutput(grown(tree, noise, max_batch, store, tail_steps > 0, cls.hidden.unique_id))
 
 
 def _estimate(tree: Tree) -> str:
@@ -225,9 +225,10 @@ def _estimate(tree: Tree) -> str:
         return "memory: one node does not fit without gradient_checkpointing; turn it on in LoRAUpdate"
 
 
-def _grown(
+def grown(
     tree: Tree, noise: Any, max_batch: int, store: torch.device | None, second_order: bool, node_id: str | None
 ) -> Tree:
+    """The tree with leaves: sampled by its policy, timed, with progress on the node."""
     start = time.perf_counter()
     bar = host.progress(tree.plan.nfe_sample * len(tree.prompts), node_id)
     policy: GuidedPolicy = tree.policy  # type: ignore[assignment]
