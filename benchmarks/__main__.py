@@ -1,4 +1,8 @@
-"""``python -m benchmarks [--full]``: write benchmarks/results.json and fill the tables of docs/benchmarks.md."""
+"""``python -m benchmarks [--full | --learning SECONDS]`` measures and fills the tables of docs/benchmarks.md.
+
+The short form (iteration, overhead, memory) takes a few minutes; ``--learning`` trains every method for that long with
+three seeds; ``--full`` does both, with more repetitions. The figures are kept in benchmarks/results.json.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from typing import Any
 from tools import measure_memory
 from tools.host import ROOT
 
-from . import iteration
+from . import iteration, learning
 
 RESULTS = ROOT / "benchmarks" / "results.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -49,6 +53,12 @@ def measured(repetitions: int) -> dict[str, Any]:
         "overhead": [iteration.overhead(prompts, 2 * repetitions) for prompts in (PROMPTS[:1], PROMPTS)],
         "memory": [measure_memory.measure(depth) for depth in measure_memory.DEPTHS],
     }
+
+
+def learned(seconds: float) -> dict[str, Any]:
+    """Curves of every method on both rewards."""
+    rows = [row for reward in ("text_image", "jpeg") for row in learning.compare(reward, (0, 1, 2), seconds)]
+    return {"learning": rows, "learning machine": machine()}
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -89,6 +99,11 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
             for row in results["overhead"]
         ],
     )
+    if "learning" in results:
+        found["learning"] = table(
+            ["reward", "method", "updates", "forwards", "before", "after", "seconds to the flat plan's end"],
+            [_learning_row(row) for row in results["learning"]],
+        )
     found["memory"] = table(
         ["leaves", "peak", "latents stored"],
         [
@@ -97,6 +112,22 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         ],
     )
     return found
+
+
+def _learning_row(row: dict[str, Any]) -> list[str]:
+    def three(values: list[Any]) -> str:
+        return ", ".join("never" if value is None else f"{value:.4g}" for value in values)
+
+    name = row["reward"]
+    return [
+        name,
+        row["method"],
+        three(row["updates"]),
+        three(row["forwards"]),
+        three([entry[name] for entry in row["before"]]),
+        three([entry[name] for entry in row["after"]]),
+        three(row["reached_flat"]),
+    ]
 
 
 def fill(page: str, texts: dict[str, str]) -> str:
@@ -112,11 +143,16 @@ def fill(page: str, texts: dict[str, str]) -> str:
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--full", action="store_true", help="fifteen repetitions instead of three")
+    parser.add_argument("--full", action="store_true", help="fifteen repetitions, and 300 seconds of learning")
+    parser.add_argument("--learning", type=float, metavar="SECONDS", help="only learning, for each method and seed")
     args = parser.parse_args()
     start = time.time()
-    results = measured(15 if args.full else 3)
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    if args.learning is None:
+        results |= measured(15 if args.full else 3)
+    if args.learning or args.full:
+        results |= learned(args.learning or 300.0)
+    RESULTS.write_text(json.dumps(results, indent=1, default=vars) + "\n", encoding="utf-8")
     PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), tables(results)), encoding="utf-8")
     print(f"{RESULTS} and {PAGE}, {time.time() - start:.0f} s")
 

@@ -49,6 +49,8 @@ class Session:
     learning_rate: float = 5e-4
     seed: int = 0
     max_batch: int = 64
+    rewards: Sequence[str] = ("text_image",)
+    """The first is trained on, the others are only measured."""
 
     def __post_init__(self) -> None:
         import torch
@@ -61,10 +63,13 @@ class Session:
             self.model, self.clip, self.vae = self.parts["nodes.tiny_model"].TinyModel.execute().args
         self.run = self._new_run()
         self.patcher = self.parts["nodes.host"].with_adapter(self.model, self.run.adapter)
-        self.guider = self._guider(self.prompts)
+        self.use_prompts(self.prompts)
         self.noise = Noise_RandomNoise(self.seed)
         self.sigmas = self.parts["nodes.host"].schedule(self.patcher, "simple", 10)
-        self.rewards = [self._reward("text_image", 1.0)]
+        rewards = self.parts["treegrpo_core.rewards"]
+        self.scorers = [
+            rewards.WeightedReward(rewards.load_reward(name), float(name == self.rewards[0])) for name in self.rewards
+        ]
 
     def _new_run(self) -> Any:
         import torch
@@ -74,6 +79,10 @@ class Session:
         self.folder = tempfile.TemporaryDirectory()
         with torch.inference_mode(False):
             return run.Run.create(Path(self.folder.name), "bench", settings, self.model.model.diffusion_model)
+
+    def use_prompts(self, prompts: Sequence[str]) -> None:
+        """Sample and train these from now on."""
+        self.prompts, self.guider = tuple(prompts), self._guider(prompts)
 
     def _guider(self, prompts: Sequence[str]) -> Any:
         import comfy.samplers
@@ -88,25 +97,38 @@ class Session:
         guider.set_cfg(self.cfg)
         return guider
 
-    def _reward(self, name: str, weight: float) -> Any:
-        rewards = self.parts["treegrpo_core.rewards"]
-        return rewards.WeightedReward(rewards.load_reward(name), weight)
-
     def tree(self, plan: Any, *, tail_steps: int = 0) -> Any:
         """A tree of this plan, grown, scored and with advantages, as the nodes do it; its stages are timed."""
         import torch
 
-        tree, host, core = (self.parts[name] for name in ("treegrpo_core.tree", "nodes.host", "treegrpo_core.plan"))
+        tree, core = self.parts["treegrpo_core.tree"], self.parts["treegrpo_core.plan"]
         plan, sigmas = core.with_tail(plan, [float(sigma) for sigma in self.sigmas], tail_steps)
         with torch.inference_mode():
-            latent = {"samples": torch.zeros(1, 16, 8, 8)}
-            size = host.fix_latent(self.patcher, latent, len(self.prompts))
-            policy = self.parts["nodes.guided"].GuidedPolicy(self.run, self.guider, size, self.sigmas, "flow")
+            policy = self._policy(self.guider, len(self.prompts))
+            size = policy.latent
             bare = tree.Tree(
                 plan, sigmas, "flow_sde", 0.7, tuple(self.prompts), policy, self.run.iteration, tree.Growth([], size, 0)
             )
             grown = self.parts["nodes.sampling"].grown(bare, self.noise, self.max_batch, None, tail_steps > 0, None)
             return self._scored(grown).with_advantages()
+
+    def _policy(self, guider: Any, prompts: int) -> Any:
+        import torch
+
+        size = self.parts["nodes.host"].fix_latent(self.patcher, {"samples": torch.zeros(1, 16, 8, 8)}, prompts)
+        return self.parts["nodes.guided"].GuidedPolicy(self.run, guider, size, self.sigmas, "flow")
+
+    def evaluate(self, prompts: Sequence[str]) -> dict[str, float]:
+        """Mean of every reward over one picture of each prompt, from the same noise every time."""
+        import torch
+
+        guider = self._guider(prompts)
+        with torch.inference_mode():
+            policy, evaluate = self._policy(guider, len(prompts)), self.parts["nodes.evaluate"]
+            latents = evaluate.drawn(policy, self.noise, tuple(prompts))
+            images = self.parts["nodes.reward"].decode_latents(guider, latents, self.vae)
+            scores = self.parts["treegrpo_core.rewards"].score(self.scorers, images, list(prompts))
+        return {name: float(row.mean()) for name, row in zip(self.rewards, scores, strict=True)}
 
     def _scored(self, tree: Any) -> Any:
         import torch
@@ -116,9 +138,9 @@ class Session:
         images = self.parts["nodes.reward"].decode(tree, self.vae)
         decoded = time.perf_counter()
         prompts = [prompt for prompt in tree.prompts for _ in range(tree.plan.leaves)]
-        scores = rewards.score(self.rewards, images, prompts)
+        scores = rewards.score(self.scorers, images, prompts)
         values = torch.stack([module.by_leaf(row, len(tree.prompts)) for row in scores])
-        scored = tree.scored(module.Rewards(("text_image",), (1.0,), values))
+        scored = tree.scored(module.Rewards(self.rewards, tuple(each.weight for each in self.scorers), values))
         return module.timed(module.timed(scored, "decode", decoded - start), "reward", time.perf_counter() - decoded)
 
     def update(self, tree: Any) -> Any:
@@ -135,6 +157,8 @@ MODULES = (
     "nodes.prompts",
     "nodes.sampling",
     "nodes.reward",
+    "nodes.evaluate",
+    "treegrpo_core.bundled.captions",
     "treegrpo_core.plan",
     "treegrpo_core.tree",
     "treegrpo_core.run",

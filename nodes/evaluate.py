@@ -91,7 +91,7 @@ class Evaluate(io.ComfyNode):
             prediction = host.prediction_of(model.get_model_object("model_sampling"))
             guided = GuidedPolicy(run, guider, size, sigmas.clone(), prediction)
             with run.adapter.disabled() if iteration == 0 else nullcontext():
-                pictures = decode_latents(guider, _drawn(guided, noise, texts), vae)
+                pictures = decode_latents(guider, drawn(guided, noise, texts), vae)
             scores = score(reward, pictures, list(texts))
             add_evaluation(run.folder, Evaluation.of(iteration, [each.reward.name for each in reward], scores))
             done.add(iteration)
@@ -102,7 +102,7 @@ class Evaluate(io.ComfyNode):
         return io.NodeOutput(pictures, json.dumps(curve, indent=1), ui={"text": ["\n".join(lines)]})
 
 
-def _drawn(policy: GuidedPolicy, noise: Any, prompts: tuple[str, ...]) -> Tensor:
+def drawn(policy: GuidedPolicy, noise: Any, prompts: tuple[str, ...]) -> Tensor:
     """The latents (P, *latent), from noise that depends on the seed and the prompts alone."""
     sigmas = [float(sigma) for sigma in policy.sigmas]
 

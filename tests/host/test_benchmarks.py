@@ -1,4 +1,4 @@
-"""The short benchmark's counts are exact, and the machinery around the model stays small; absolute times prove nothing."""
+"""The benchmark's counts are exact, and little is spent beside the model; absolute times would prove nothing."""
 
 from __future__ import annotations
 
