@@ -8,6 +8,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from .files import write_atomically
+
 FILE = "evaluation.jsonl"
 
 
@@ -39,7 +41,5 @@ def read_evaluations(folder: Path) -> list[Evaluation]:
 
 def add_evaluation(folder: Path, evaluation: Evaluation) -> None:
     """Append one line, as a whole even after an earlier half-written one."""
-    from .run import write_atomically
-
     lines = [entry.model_dump_json() for entry in (*read_evaluations(folder), evaluation)]
     write_atomically(folder / FILE, lambda path: Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8"))
