@@ -19,7 +19,7 @@ from . import host
 from .guided import GuidedPolicy
 from .policy import PolicyHandle
 from .reward import decode_latents
-from .sampling import prompt_keys, split_prompts
+from .sampling import guided_policy, prompt_keys
 from .types import CATEGORY, PolicyType, RewardType
 
 
@@ -75,21 +75,14 @@ class Evaluate(io.ComfyNode):
         reward: list[WeightedReward],
         every: int,
     ) -> io.NodeOutput:
-        run, model = policy.run, guider.model_patcher
-        if host.adapter_of(model) is not run.adapter:
-            raise ValueError(
-                "guider: it is not built on this run's model; connect TreeGRPOPolicy's MODEL output to the guider"
-            )
-        texts = split_prompts(prompts, host.prompt_rows(guider))
+        run = policy.run
+        guided, texts = guided_policy(policy, guider, sigmas, latent, prompts)
         done = {entry.iteration for entry in read_evaluations(run.folder)}
         pictures: Any = ExecutionBlocker(None)
         for iteration in (0, run.iteration):
             starts_here = iteration > 0 or not run.settings.start_from
             if iteration in done or iteration % every or not starts_here:
                 continue
-            size = host.fix_latent(model, latent, len(texts))
-            prediction = host.prediction_of(model.get_model_object("model_sampling"))
-            guided = GuidedPolicy(run, guider, size, sigmas.clone(), prediction)
             with run.adapter.disabled() if iteration == 0 else nullcontext():
                 pictures = decode_latents(guider, drawn(guided, noise, texts), vae)
             scores = score(reward, pictures, list(texts))

@@ -39,8 +39,9 @@ def loras_folder() -> Path:
     return Path(folder_paths.get_folder_paths("loras")[0])
 
 
-def prediction_of(model_sampling: Any) -> Prediction:
+def prediction_of(patcher: Any) -> Prediction:
     """The family of kernels that fits a model's sampling object; ValueError if none does."""
+    model_sampling = patcher.get_model_object("model_sampling")
     if isinstance(model_sampling, comfy.model_sampling.CONST):
         return "flow"
     if isinstance(model_sampling, comfy.model_sampling.EPS):

@@ -191,7 +191,7 @@ class Policy(io.ComfyNode):
         adapter: str = "lora",
         target_pattern: str = "",
     ) -> io.NodeOutput:
-        host.prediction_of(model.get_model_object("model_sampling"))
+        host.prediction_of(model)
         settings = RunSettings(
             base=host.fingerprint(model),
             rank=rank,

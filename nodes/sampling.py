@@ -47,6 +47,20 @@ def prompt_keys(prompts: Sequence[str]) -> list[int]:
     return [derive_seed(text, prompts[:place].count(text)) for place, text in enumerate(prompts)]
 
 
+def guided_policy(
+    policy: PolicyHandle, guider: Any, sigmas: Tensor, latent: dict[str, Any], prompts: str
+) -> tuple[GuidedPolicy, tuple[str, ...]]:
+    """The run's policy under this guider, and the prompts. ValueError if the guider has another model or number."""
+    model = guider.model_patcher
+    if host.adapter_of(model) is not policy.run.adapter:
+        raise ValueError(
+            "guider: it is not built on this run's model; connect TreeGRPOPolicy's MODEL output to the guider"
+        )
+    texts = split_prompts(prompts, host.prompt_rows(guider))
+    size = host.fix_latent(model, latent, len(texts))
+    return GuidedPolicy(policy.run, guider, size, sigmas.clone(), host.prediction_of(model)), texts
+
+
 class TreeSampler(io.ComfyNode):
     """Grows one tree per prompt."""
 
@@ -176,11 +190,8 @@ class TreeSampler(io.ComfyNode):
         store_on_cpu: bool = False,
         tail_steps: int = 0,
     ) -> io.NodeOutput:
-        run, model = policy.run, guider.model_patcher
-        if host.adapter_of(model) is not run.adapter:
-            raise ValueError(
-                "guider: it is not built on this run's model; connect TreeGRPOPolicy's MODEL output to the guider"
-            )
+        run = policy.run
+        guided, texts = guided_policy(policy, guider, sigmas, latent, prompts)
         source = plan or Window(window, branching, depth, r, start)  # type: ignore[arg-type]
         schedule = tuple(float(sigma) for sigma in sigmas)
         if len(schedule) < 3:
@@ -188,20 +199,17 @@ class TreeSampler(io.ComfyNode):
         this_plan = plan_for(source, len(schedule) - 1, run.iteration, noise.seed)
         check_schedule(schedule, this_plan)
         this_plan, schedule = with_tail(this_plan, schedule, tail_steps)
-        prediction = host.prediction_of(model.get_model_object("model_sampling"))
-        kernel = choose_kernel(kernel, prediction, host.architecture(model).kernel)
+        kernel = choose_kernel(kernel, guided.prediction, host.architecture(guider.model_patcher).kernel)
         host.warn_of_double_guidance(guider)
-        texts = split_prompts(prompts, host.prompt_rows(guider))
-        size = host.fix_latent(model, latent, len(texts))
         tree = Tree(
             plan=this_plan,
             sigmas=schedule,
             kernel=kernel,
             eta=eta or KERNELS[kernel].default_eta,
             prompts=texts,
-            policy=GuidedPolicy(run, guider, size, sigmas.clone(), prediction),
+            policy=guided,
             iteration=run.iteration,
-            growth=Growth([], size, 0),
+            growth=Growth([], guided.latent, 0),
         )
         if run.iteration == 0:
             log.info("TreeGRPO: run %s, %s", run.name, _estimate(tree))
