@@ -128,6 +128,21 @@ REWARDS: dict[str, RewardInfo] = {
         licence="GPL-3.0-or-later",
         compares=True,
     ),
+    "remote": RewardInfo(
+        ".remote:RemoteReward",
+        "What a server of yours says of the picture (docs/remote_reward.md, treegrpo serve-reward).",
+        range="the server's",
+        licence="GPL-3.0-or-later; the server's own",
+        source="the server's address, as http://127.0.0.1:8189/score",
+    ),
+    "vlm_judge": RewardInfo(
+        ".vlm_judge:VlmJudgeReward",
+        "The rating of the picture against its prompt by a vision-language model on a server.",
+        range="0 to 10",
+        licence="GPL-3.0-or-later; the model's own",
+        source="the address of an interface like OpenAI's and the model's name, as "
+        '"http://127.0.0.1:8000/v1 Qwen/Qwen2.5-VL-7B-Instruct"',
+    ),
 }
 
 
@@ -247,6 +262,8 @@ def _scored(reward: Reward, images: Tensor, prompts: list[str]) -> Tensor:
     except torch.OutOfMemoryError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, ValueError) and repr(reward.name) in str(error):
+            raise
         height, width = images.shape[1:3]
         raise ValueError(
             f"reward {reward.name!r} failed on {len(images)} pictures of {width} x {height}: {error} "
