@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from treegrpo_core.rewards import REWARDS, known_rewards, load_reward
+from treegrpo_core.rewards import REWARDS, Checkpoint, known_rewards, load_reward
 from treegrpo_core.rewards.plugins import found_rewards
 
 MODULE = '''
@@ -33,6 +33,36 @@ class Scaled:
 SCALED = RewardInfo("{module}:Scaled", "Mean.", range="any", licence="MIT", source="the factor")
 DOTTED = RewardInfo(".jpeg:JpegReward", "Ours.", range="any", licence="MIT")
 NUMBER = 5
+'''
+
+WITHOUT_THE_PACK = '''
+import torch
+from dataclasses import dataclass
+
+class Blue:
+    """The mean of the blue channel, less what its file says."""
+    name = "blue"
+    info = dict(
+        measures="How blue a picture is.", range="0 to 1", licence="MIT",
+        checkpoints=[dict(file="blue.safetensors", repository="them/blue", path="blue.safetensors")],
+    )
+    def __init__(self, source, locate):
+        self.path = locate
+    def score(self, images, prompts):
+        return images[..., 2].mean((1, 2))
+
+@dataclass
+class RewardInfo:
+    """As another copy of the pack has it."""
+    target: str
+    measures: str = "How blue."
+    range: str = "0 to 1"
+    licence: str = "MIT"
+
+COPY = RewardInfo("{module}:Blue")
+NEWER = dict(target="{module}:Blue", measures="", range="", licence="", colour="blue")
+LESS = dict(target="{module}:Blue")
+ODD = dict(target="{module}:Blue", measures=5, range="", licence="")
 '''
 
 
@@ -65,6 +95,18 @@ def test_a_class_and_an_info_are_found_and_score(site: Path) -> None:
     images = torch.tensor([1.0, 0.5, 0.0]).expand(2, 4, 4, 3)
     assert load_reward("red").score(images, ["", ""]).tolist() == [1.0, 1.0]
     assert load_reward("scaled", source="2").score(images, ["", ""]).tolist() == [1.0, 1.0]
+
+
+def test_a_package_needs_nothing_of_ours(site: Path, caplog: pytest.LogCaptureFixture) -> None:
+    targets = {"blue": ":Blue", "copy": ":COPY", "newer": ":NEWER", "less": ":LESS", "odd": ":ODD"}
+    install(site, "blue_package", targets, WITHOUT_THE_PACK)
+    with caplog.at_level(logging.WARNING):
+        known = known_rewards()
+    assert set(known) - set(REWARDS) == {"blue", "copy"} and len(caplog.messages) == 3
+    assert known["blue"].target == known["copy"].target == "blue_package:Blue"
+    (checkpoint,) = known["blue"].checkpoints
+    assert isinstance(checkpoint, Checkpoint) and checkpoint.repository == "them/blue"
+    assert load_reward("blue").score(torch.ones(1, 2, 2, 3), [""]).tolist() == [1.0]
 
 
 def test_broken_packages_are_logged_and_leave_the_others(site: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,8 +6,9 @@ A package says in its pyproject.toml::
     prettiness = "their_package.prettiness:PrettinessReward"
 
 The entry point's name is the reward's. It leads to a :class:`~.RewardInfo`, or to a class of rewards with one in its
-attribute ``info``, which saves writing the target down a second time. The module is imported when the names are listed,
-so heavy imports belong into functions.
+attribute ``info``, which saves writing the target down a second time. In place of a RewardInfo a dict of its fields
+will do: ComfyUI loads this pack under a name of its own, so other packages cannot always import it. The module is
+imported when the names are listed, so heavy imports belong into functions.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import dataclasses
 import logging
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
-from . import RewardInfo
+from . import Checkpoint, RewardInfo
 
 GROUP = "treegrpo.rewards"
 
@@ -44,14 +46,30 @@ def found_rewards(group: str, taken: frozenset[str]) -> dict[str, RewardInfo]:
 
 def _info(entry: EntryPoint) -> RewardInfo:
     loaded = entry.load()
-    info = loaded if isinstance(loaded, RewardInfo) else getattr(loaded, "info", None)
-    if not isinstance(info, RewardInfo):
+    own = getattr(loaded, "info", None)
+    told = dict(_fields(loaded if own is None else own))
+    if own is not None:
+        told["target"] = f"{entry.module}:{entry.attr}"
+    if not {"target", "measures", "range", "licence"} <= set(told):
         raise TypeError(f"{entry.value} is {loaded!r}, expected a RewardInfo or a class with one in its attribute info")
-    if info is not loaded:
-        info = dataclasses.replace(info, target=f"{entry.module}:{entry.attr}")
+    told["checkpoints"] = tuple(Checkpoint(**_fields(each)) for each in told.get("checkpoints", ()))
+    told["packages"] = tuple(told.get("packages", ()))
+    info = RewardInfo(**told)
+    texts = (info.target, info.measures, info.range, info.licence, info.source)
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"{texts} are not all texts")
     if info.target.startswith(".") or info.target.count(":") != 1:
         raise ValueError(f"its target is {info.target!r}, expected 'module:Class' with the module's full name")
     return info
+
+
+def _fields(told: Any) -> dict[str, Any]:
+    """The fields of a dict, or of a dataclass of another copy of this pack, which is another class than ours."""
+    if isinstance(told, dict):
+        return told
+    if not dataclasses.is_dataclass(told) or isinstance(told, type):
+        return {}
+    return {field.name: getattr(told, field.name) for field in dataclasses.fields(told)}
 
 
 def _package(entry: EntryPoint) -> str:
