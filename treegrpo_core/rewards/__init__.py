@@ -259,7 +259,7 @@ def _scored(reward: Reward, images: Tensor, prompts: list[str]) -> Tensor:
 
     try:
         return reward.score(images, prompts)
-    except torch.OutOfMemoryError:
+    except torch.cuda.OutOfMemoryError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, ValueError) and repr(reward.name) in str(error):
