@@ -22,6 +22,7 @@ TEXTS = [
     "assets/README.md",
     "docs/architectures.md",
     "docs/lora.md",
+    "docs/remote_reward.md",
 ]
 COMMANDS = ["python -m pip install nox && python -m nox -s demo", "python -m nox -s tests"]
 
