@@ -1,6 +1,6 @@
 """COMFYUI_PATH=... python contact_sheet.py --output contact_sheet.png [--guidance 2.5] [--steps 20]
 
-Draws every thing of the bundled model once, straight from assets/, with Euler steps.
+Draws every thing of the bundled model large, then small, straight from assets/, with Euler steps.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
     colours = list(COLOURS)
-    captions = [Caption(thing, colours[i % 9], i % 5 == 4) for i, thing in enumerate(THINGS)]
+    captions = [Caption(thing, colours[i % 9], small) for small in (False, True) for i, thing in enumerate(THINGS)]
     pictures = sample(*load(), captions, args.guidance, args.steps, seed=0)
     rows = [torch.cat(list(pictures[i : i + COLUMNS]), 1) for i in range(0, len(pictures), COLUMNS)]
     sheet = Image.fromarray(np.asarray(torch.cat(rows, 0)))
