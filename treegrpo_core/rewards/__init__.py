@@ -47,6 +47,8 @@ class RewardInfo:
     """Python packages it needs beside the pack's requirements."""
 
 
+from .learned import LEARNED  # noqa: E402 - it needs the two classes above
+
 REWARDS: dict[str, RewardInfo] = {
     "text_image": RewardInfo(
         ".text_image:TextImageReward",
@@ -73,6 +75,7 @@ REWARDS: dict[str, RewardInfo] = {
         range="0 or 1",
         licence="GPL-3.0-or-later",
     ),
+    **LEARNED,
 }
 
 
@@ -111,6 +114,8 @@ class WeightedReward:
 def missing(checkpoint: Checkpoint) -> Path:
     """The default of ``locate``: there is no such file. FileNotFoundError says where to get it and where to put it."""
     size = f" ({checkpoint.size / 1e9:.1f} GB)" if checkpoint.size else ""
+    if not checkpoint.repository:
+        raise FileNotFoundError(f"{checkpoint.file} is missing: put it into models/reward_models, or correct source")
     raise FileNotFoundError(
         f"{checkpoint.file}{size} is missing: get it from https://huggingface.co/{checkpoint.repository} "
         f"({checkpoint.path}) and put it into models/reward_models, or tick download"
