@@ -28,6 +28,12 @@ from ..treegrpo_core.transition import Prediction
 T = TypeVar("T")
 log = logging.getLogger("treegrpo")
 INJECTION = "treegrpo"
+_CARRIED = {
+    "clip_merges.txt": "sd1_tokenizer/merges.txt",
+    "qwen2_merges.txt": "text_encoders/qwen25_tokenizer/merges.txt",
+    "qwen2_vocab.json": "text_encoders/qwen25_tokenizer/vocab.json",
+}
+"""Vocabularies under the names that rewards know them by, and where they lie in core's folder ``comfy``."""
 
 
 def runs_folder() -> Path:
@@ -49,11 +55,10 @@ def reward_folders() -> list[Path]:
 
 
 def carried_file(name: str) -> Path | None:
-    """A file of that name that ComfyUI itself brings, if it does: the vocabulary of CLIP."""
-    if name != "clip_merges.txt":
-        return None
-    path = Path(comfy.sd1_clip.__file__).parent / "sd1_tokenizer" / "merges.txt"
-    return path if path.is_file() else None
+    """A file of that name that ComfyUI itself brings, if it does: vocabularies of CLIP and Qwen."""
+    place = _CARRIED.get(name)
+    path = Path(comfy.sd1_clip.__file__).parent / place if place else None
+    return path if path and path.is_file() else None
 
 
 def load_weights(module: nn.Module) -> None:

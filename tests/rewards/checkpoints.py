@@ -13,7 +13,9 @@ from tools.host import comfyui_folder
 from treegrpo_core.rewards import Checkpoint, missing
 from treegrpo_core.rewards.blip import Shape
 from treegrpo_core.rewards.clip import Clip, ImageTower, Size
+from treegrpo_core.rewards.hpsv3 import Scorer as Hpsv3Scorer
 from treegrpo_core.rewards.imagereward import Scorer
+from treegrpo_core.rewards.qwen import Shape as QwenShape
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 BERT_WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *LETTERS, *",.'-", "fox", "red", "on"]
@@ -36,6 +38,9 @@ def merges() -> Path:
 
 def put_vocabularies(folder: Path) -> None:
     (folder / "clip_merges.txt").symlink_to(merges())
+    for name in ("vocab.json", "merges.txt"):
+        carried = comfyui_folder() / "comfy" / "text_encoders" / "qwen25_tokenizer" / name
+        (folder / f"qwen2_{name}").symlink_to(carried)
     words = BERT_WORDS + ["##" + letter for letter in LETTERS]
     (folder / "bert_vocab.txt").write_text("\n".join(words), encoding="utf-8")
 
@@ -76,6 +81,13 @@ def small_imagereward() -> dict[str, Tensor]:
     return weights | {f"blip.{name}": value for name, value in unused.items()}
 
 
+def small_hpsv3() -> dict[str, Tensor]:
+    with torch.device("meta"):
+        scorer = Hpsv3Scorer(QwenShape(image_width=80, image_layers=1, width=128, layers=1, keys=128, inner=64))
+    weights = {name: value.bfloat16() for name, value in random_weights(scorer).items()}
+    return weights | {"lm_head.weight": torch.ones(2, 2)}
+
+
 def put_all(folder: Path) -> None:
     """A small random checkpoint of every learned reward, where the rewards look."""
     put_vocabularies(folder)
@@ -87,6 +99,7 @@ def put_all(folder: Path) -> None:
     head = {name.removeprefix("mlp."): value for name, value in small_imagereward().items() if name.startswith("mlp.")}
     torch.save(head, folder / "sac+logos+ava1-l14-linearMSE.pth")
     torch.save(small_imagereward(), folder / "ImageReward.pt")
+    save(small_hpsv3(), folder / "HPSv3.safetensors")
 
 
 def save(weights: Mapping[str, Tensor], path: Path) -> None:

@@ -15,6 +15,7 @@ from checkpoints import in_folder, merges, save, small_clip
 from torch import Tensor
 
 from treegrpo_core.rewards import REWARDS, Reward, load_reward, module_of
+from treegrpo_core.rewards.hpsv3 import HpsV3
 from treegrpo_core.rewards.learned import LEARNED
 from treegrpo_core.rewards.prepare import cropped, letterboxed
 from treegrpo_core.rewards.tokens import BertTokenizer, ClipTokenizer, tidy
@@ -24,7 +25,9 @@ PROMPTS = ["a fox on red", "fox", "", "fox on red, " * 60, "Ωmega, naïve 狐 �
 
 @pytest.fixture(scope="module")
 def rewards(models: Path) -> dict[str, Reward]:
-    return {name: load_reward(name, locate=in_folder(models)) for name in LEARNED}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HpsV3, "dtype", torch.float32)  # else a batch is its parts to three digits only
+        return {name: load_reward(name, locate=in_folder(models)) for name in LEARNED}
 
 
 def pictures(count: int, height: int = 48, width: int = 48, seed: int = 0) -> Tensor:

@@ -25,6 +25,8 @@ CLIP_L14 = Checkpoint(
     size=1_710_540_580,
     sha256="a2bf730a0c7debf160f7a6b50b3aaf3703e7e88ac73de7a314903141db026dcb",
 )
+QWEN_VOCABULARY = Checkpoint("qwen2_vocab.json", "Qwen/Qwen2-VL-7B-Instruct", "vocab.json")
+QWEN_MERGES = Checkpoint("qwen2_merges.txt", "Qwen/Qwen2-VL-7B-Instruct", "merges.txt")
 
 LEARNED: dict[str, RewardInfo] = {
     "hpsv2.1": RewardInfo(
@@ -82,5 +84,16 @@ LEARNED: dict[str, RewardInfo] = {
         range="mostly -2.3 to 2",
         licence="Apache-2.0",
         checkpoints=(Checkpoint("ImageReward.pt", "THUDM/ImageReward", "ImageReward.pt"), BERT_VOCABULARY),
+    ),
+    "hpsv3": RewardInfo(
+        ".hpsv3:HpsV3",
+        "How people would rate the picture for this prompt (HPSv3, a language model of 7 billion parameters).",
+        range="mostly -5 to 15",
+        licence="MIT, Qwen2-VL Apache-2.0",
+        checkpoints=(
+            Checkpoint("HPSv3.safetensors", "MizzenAI/HPSv3", "HPSv3.safetensors"),
+            QWEN_VOCABULARY,
+            QWEN_MERGES,
+        ),
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,11 @@ from torch import Tensor
 CLIP_WINDOW = 77
 _CLIP_MERGES = 48_894
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+_QWEN_WORDS = 151_643
+_QWEN_PARTS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _STRAIGHT = dict.fromkeys(range(8216, 8220), "'") | dict.fromkeys(range(8220, 8224), '"')
 """Curly quotes."""
 
@@ -71,6 +77,33 @@ class ClipTokenizer:
             ids = [self.start, *encoded.ids[: CLIP_WINDOW - 2], self.end]
             row[: len(ids)] = torch.tensor(ids)
         return rows
+
+
+class QwenTokenizer:
+    """Byte-pair encoding of Qwen2 (arXiv 2407.10671). Special words in a text are text like any other."""
+
+    def __init__(self, vocabulary: Path, merges: Path) -> None:
+        from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+        from tokenizers.models import BPE
+
+        words = json.loads(vocabulary.read_text(encoding="utf-8"))
+        lines = merges.read_text(encoding="utf-8").split("\n")
+        cut = [line.split(" ") for line in lines if line and not line.startswith("#version")]
+        pairs = [(parts[0], parts[1]) for parts in cut if len(parts) == 2]
+        if len(words) != _QWEN_WORDS or len(pairs) != len(cut):
+            raise ValueError(f"{vocabulary.name} and {merges.name} are not Qwen2's vocabulary: download them again")
+        model: Any = BPE(words, pairs)
+        self._tokenizer = Tokenizer(model)
+        self._tokenizer.normalizer = normalizers.NFC()
+        self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_QWEN_PARTS), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
 
 
 class BertTokenizer:
