@@ -15,6 +15,7 @@ from checkpoints import in_folder, merges, save, small_clip
 from torch import Tensor
 
 from treegrpo_core.rewards import REWARDS, Reward, load_reward, module_of
+from treegrpo_core.rewards.batch import in_batches
 from treegrpo_core.rewards.hpsv3 import HpsV3
 from treegrpo_core.rewards.learned import LEARNED
 from treegrpo_core.rewards.prepare import cropped, letterboxed
@@ -90,6 +91,25 @@ def test_entries_are_complete() -> None:
     assert LEARNED.items() <= REWARDS.items()
     for info in LEARNED.values():
         assert info.measures.endswith(".") and info.range and info.licence and info.checkpoints
+
+
+def test_batches_halve_when_memory_runs_out_and_nothing_is_lost() -> None:
+    seen = []
+
+    def work(part: slice) -> Tensor:
+        seen.append(part.stop - part.start)
+        if seen[-1] > 3:
+            raise torch.cuda.OutOfMemoryError("full")
+        return torch.arange(part.start, part.stop).double()
+
+    assert in_batches(10, 16, work).tolist() == list(range(10))
+    assert seen == [10, 8, 4, 2, 2, 2, 2, 2]
+
+    def never(part: slice) -> Tensor:
+        raise torch.cuda.OutOfMemoryError("full")
+
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        in_batches(2, 2, never)
 
 
 # what is refused of a checkpoint

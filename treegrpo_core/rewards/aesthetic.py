@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import Checkpoint, check_pictures, missing
+from .batch import in_batches
 from .clip import BATCH, ImageTower, load_image_tower
 from .learned import LEARNED
 from .prepare import cropped
@@ -72,6 +73,5 @@ class Aesthetic:
     def score(self, images: Tensor, prompts: list[str]) -> Tensor:
         """images: (N, H, W, 3) float RGB in [0, 1], any size. Returns (N,) float32 on the CPU."""
         check_pictures(images, prompts)
-        visual = self.module.visual
-        parts = [cropped(part, visual.side).to(visual.proj.device) for part in images.split(BATCH)]
-        return torch.cat([self.module(part).cpu() for part in parts])
+        side, device = self.module.visual.side, self.module.visual.proj.device
+        return in_batches(len(images), BATCH, lambda part: self.module(cropped(images[part], side).to(device)))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .batch import in_batches
 from .tokens import ClipTokenizer
 from .weights import depth, fill
 
@@ -223,9 +224,9 @@ def cosines(
     texts = sorted(set(prompts))
     rows = tokenizer(texts).to(device).split(BATCH)
     of_text = dict(zip(texts, F.normalize(torch.cat([clip.texts(part) for part in rows]), dim=1), strict=True))
-    scores = []
-    for first in range(0, len(images), BATCH):
-        part = slice(first, first + BATCH)
+
+    def work(part: slice) -> Tensor:
         of_image = F.normalize(clip.visual(prepare(images[part], clip.visual.side).to(device)), dim=1)
-        scores.append((of_image * torch.stack([of_text[prompt] for prompt in prompts[part]])).sum(1).cpu())
-    return torch.cat(scores)
+        return (of_image * torch.stack([of_text[prompt] for prompt in prompts[part]])).sum(1)
+
+    return in_batches(len(images), BATCH, work)

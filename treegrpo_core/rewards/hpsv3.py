@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from . import Checkpoint, check_pictures, missing
+from .batch import in_batches
 from .learned import LEARNED
 from .prepare import eight_bit, normalised
 from .qwen import MERGE, PATCH, ImageTower, Shape, TextTower, patches, shape_of
@@ -76,12 +77,12 @@ class HpsV3:
         device = self.module.model.norm.weight.device
         height, width = size(*images.shape[1:3])
         tokens = height * width // (_SIDE * _SIDE)
-        scores = []
-        for first in range(0, len(images), BATCH):
-            part = slice(first, first + BATCH)
-            ids = self.ids(prompts[part], tokens)
-            scores.append(self.module(resized(images[part], height, width).to(device), ids.to(device))[:, 0].cpu())
-        return torch.cat(scores)
+
+        def work(part: slice) -> Tensor:
+            pixels, ids = resized(images[part], height, width), self.ids(prompts[part], tokens)
+            return self.module(pixels.to(device), ids.to(device))[:, 0]
+
+        return in_batches(len(images), BATCH, work)
 
     def ids(self, prompts: list[str], tokens: int) -> Tensor:
         """N texts -> (N, T) token ids: Qwen2-VL's chat around the picture and the instruction, padded behind."""

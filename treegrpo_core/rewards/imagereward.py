@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from . import Checkpoint, check_pictures, missing
 from .aesthetic import Head
+from .batch import in_batches
 from .blip import Blip, Shape, shape_of
 from .clip import BATCH
 from .learned import LEARNED
@@ -58,8 +58,10 @@ class ImageReward:
         """images: (N, H, W, 3) float RGB in [0, 1], any size; prompts: N texts. Returns (N,) float32 on the CPU."""
         check_pictures(images, prompts)
         device = self.module.blip.visual_encoder.cls_token.device
-        prepare = partial(cropped, side=self.module.blip.shape.side, odd="even")
-        ids, there = self.tokenizer(prompts, WINDOW)
-        parts = zip(images.split(BATCH), ids.split(BATCH), there.split(BATCH), strict=True)
-        scores = [self.module(prepare(part).to(device), row.to(device), mark.to(device)) for part, row, mark in parts]
-        return torch.cat(scores).cpu()
+        ids, there = (each.to(device) for each in self.tokenizer(prompts, WINDOW))
+
+        def work(part: slice) -> Tensor:
+            pixels = cropped(images[part], self.module.blip.shape.side, odd="even")
+            return self.module(pixels.to(device), ids[part], there[part])
+
+        return in_batches(len(images), BATCH, work)
