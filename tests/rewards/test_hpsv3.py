@@ -1,13 +1,25 @@
-"""HPSv3: words, pictures and both towers equal those of transformers on random weights."""
+"""HPSv3: words, pictures, both towers and scores equal those of transformers and of its own package on random weights.
+
+The package needs transformers 4.45.2, so it runs in an environment of its own. Make one with
+
+    python -m venv --system-site-packages FOLDER
+    FOLDER/bin/python -m pip install --no-deps hpsv3==1.0.0 transformers==4.45.2 tokenizers==0.20.3 \\
+        huggingface_hub==0.36.0
+
+and give the tests its interpreter: HPSV3_PYTHON=FOLDER/bin/python. Without it that test is skipped.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import in_folder, random_weights
+from checkpoints import in_folder, put_vocabularies, random_weights, save
+from PIL import Image
 from torch import Tensor
 
 from tools.host import comfyui_folder
@@ -102,6 +114,31 @@ def test_scores_are_the_published_head_on_transformers_hidden_states(shape: tupl
         ours = scorer.eval()(pixels, ids)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
     assert (ours[0] - ours[1]).abs().min() > 1e-3
+
+
+@pytest.mark.slow
+def test_scores_are_those_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = os.environ.get("HPSV3_PYTHON", "")
+    if not python:
+        pytest.skip("HPSV3_PYTHON names no interpreter with hpsv3; see this file's first lines")
+    with torch.device("meta"):
+        scorer = Scorer(SMALL)
+    weights = random_weights(scorer) | {"lm_head.weight": torch.zeros(SMALL.words, SMALL.width)}
+    put_vocabularies(tmp_path)
+    save(weights, tmp_path / "HPSv3.safetensors")
+    images, prompts = torch.rand(4, 300, 200, 3, generator=torch.Generator().manual_seed(0)), PROMPTS[:4]
+    for number, image in enumerate(eight_bit(images)):
+        Image.fromarray(image.numpy()).save(tmp_path / f"{number}.png")
+    torch.save(prompts, tmp_path / "asked.pt")
+    program, vocabulary = Path(__file__).with_name("hpsv3_reference.py"), comfyui_folder() / "comfy/text_encoders"
+    command = [python, str(program), str(tmp_path), str(vocabulary / "qwen25_tokenizer")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = torch.tensor([float(line) for line in done.stdout.splitlines()[-len(prompts) :]])
+    monkeypatch.setattr(HpsV3, "dtype", torch.float32)
+    ours = load_reward("hpsv3", locate=in_folder(tmp_path)).score(images, prompts)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+    assert ours.std() > 1e-3
 
 
 def test_as_trained_the_towers_are_bfloat16_and_the_head_float32(models: Path) -> None:
