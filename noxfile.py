@@ -48,6 +48,12 @@ def demo(session: nox.Session) -> None:
     session.run(python(session), "-m", "tools.demo", external=True)
 
 
+@nox.session(python=False, requires=["environment"])
+def bench(session: nox.Session) -> None:
+    """Measure speed and memory and fill docs/benchmarks.md; ``-- --full`` repeats more often."""
+    session.run(python(session), "-m", "benchmarks", *session.posargs, external=True)
+
+
 def python(session: nox.Session) -> str:
     """The interpreter of the shared environment."""
     folder = session.cache_dir.parent / "environment"

@@ -3,6 +3,7 @@
 from comfy_api.latest import ComfyExtension, io
 
 from .advantage import TreeAdvantage
+from .evaluate import Evaluate
 from .export import Export
 from .loop import LoopEnd, LoopStart
 from .plan import Schedule, TreePlan
@@ -27,6 +28,7 @@ NODES: list[type[io.ComfyNode]] = [
     RewardFromFloats,
     TreeAdvantage,
     LoRAUpdate,
+    Evaluate,
     Preview,
     BestLeaf,
     LoopStart,

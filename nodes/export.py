@@ -6,8 +6,8 @@ import json
 
 from comfy_api.latest import io
 
+from ..treegrpo_core.files import check_name
 from ..treegrpo_core.lora import FORMATS, Format, metadata, read_header, write_lora
-from ..treegrpo_core.run import check_name
 from . import host
 from .policy import PolicyHandle
 from .types import CATEGORY, PolicyType

@@ -80,8 +80,9 @@ def stop_if_interrupted() -> None:
     comfy.model_management.throw_exception_if_processing_interrupted()
 
 
-def prediction_of(model_sampling: Any) -> Prediction:
+def prediction_of(patcher: Any) -> Prediction:
     """The family of kernels that fits a model's sampling object; ValueError if none does."""
+    model_sampling = patcher.get_model_object("model_sampling")
     if isinstance(model_sampling, comfy.model_sampling.CONST):
         return "flow"
     if isinstance(model_sampling, comfy.model_sampling.EPS):

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ..treegrpo_core.adapter import KINDS, TARGETS
 from ..treegrpo_core.architectures import OTHER, architecture_named
+from ..treegrpo_core.files import check_name
 from ..treegrpo_core.lora import read_lora
-from ..treegrpo_core.run import Run, RunSettings, check_name
+from ..treegrpo_core.run import Run, RunSettings
 from . import host
 from .guided import outside_inference_mode
 from .types import CATEGORY, PolicyType
@@ -37,11 +38,9 @@ def open_run(patcher: Any, name: str, settings: RunSettings, if_run_exists: str)
     module = patcher.model.diffusion_model
     with outside_inference_mode():
         live = RUNS.get(folder)
-        stored = live.stored_iteration if live else None
-        if live and stored is not None and if_run_exists != "create":
+        if live and live.on_disk and if_run_exists != "create":
             live.require(settings)
-            if stored != live.iteration:
-                live.reload()
+            live.follow_disk()
             return live
         if if_run_exists == "continue" or (
             if_run_exists == "continue or create" and (folder / "state.safetensors").exists()
@@ -192,7 +191,7 @@ class Policy(io.ComfyNode):
         adapter: str = "lora",
         target_pattern: str = "",
     ) -> io.NodeOutput:
-        host.prediction_of(model.get_model_object("model_sampling"))
+        host.prediction_of(model)
         settings = RunSettings(
             base=host.fingerprint(model),
             rank=rank,

@@ -10,7 +10,7 @@ from comfy_api.latest import io
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..treegrpo_core.rewards import REWARDS, WeightedReward, module_of, score
+from ..treegrpo_core.rewards import WeightedReward, known_rewards, module_of, score
 from ..treegrpo_core.tree import Rewards, Tree, by_leaf, by_prompt, timed
 from . import host
 from .guided import GuidedPolicy
@@ -19,8 +19,6 @@ from .types import CATEGORY, RewardType, TreeType
 
 THUMBNAIL = 96
 """Longest side of the pictures kept with a tree, in pixels."""
-_REWARD_LIST = "\n".join(f"{name}: {info.measures}" for name, info in REWARDS.items())
-_SOURCES = "\n".join(f"{name}: {info.source}" for name, info in REWARDS.items() if info.source)
 
 
 class RewardModel(io.ComfyNode):
@@ -28,6 +26,8 @@ class RewardModel(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
+        known = known_rewards()
+        sources = "\n".join(f"{name}: {info.source}" for name, info in known.items() if info.source)
         return io.Schema(
             node_id="TreeGRPORewardModel",
             display_name="TreeGRPO Reward Model",
@@ -37,8 +37,8 @@ class RewardModel(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "name",
-                    options=list(REWARDS),
-                    tooltip=_REWARD_LIST,
+                    options=list(known),
+                    tooltip="\n".join(f"{name}: {info.measures}" for name, info in known.items()),
                 ),
                 io.Float.Input(
                     "weight",
@@ -54,7 +54,7 @@ class RewardModel(io.ComfyNode):
                     "source",
                     default="",
                     optional=True,
-                    tooltip=f"What some rewards need beside their name; leave it empty for all others.\n{_SOURCES}",
+                    tooltip=f"What some rewards need beside their name; leave it empty for all others.\n{sources}",
                 ),
                 io.Boolean.Input(
                     "download",
@@ -113,8 +113,6 @@ class RewardScorer(io.ComfyNode):
 
     @classmethod
     def execute(cls, tree: Tree, vae: Any, reward: list[WeightedReward]) -> io.NodeOutput:
-        if not any(entry.weight for entry in reward):
-            raise ValueError("reward: all weights are 0, so there is nothing to train on; give one reward a weight")
         start = time.perf_counter()
         images = decode(tree, vae)
         decoded = time.perf_counter()
@@ -151,12 +149,16 @@ def score_each(rewards: list[WeightedReward], images: Tensor, prompts: list[str]
 def decode(tree: Tree, vae: Any) -> Tensor:
     """(P * L * F, H, W, 3) float in [0, 1], all leaves of the first prompt first; F frames of a film, else 1."""
     policy: GuidedPolicy = tree.policy  # type: ignore[assignment]
-    model = policy.guider.model_patcher.model
-    latents = model.process_latent_out(by_prompt(tree.leaves).float().clone())
+    return decode_latents(policy.guider, by_prompt(tree.leaves), vae)
+
+
+def decode_latents(guider: Any, latents: Tensor, vae: Any) -> Tensor:
+    """(N, *latent) in the denoiser's space -> (N * F, H, W, 3) float in [0, 1] on the CPU."""
+    latents = guider.model_patcher.model.process_latent_out(latents.float().clone())
     images = vae.decode(latents)
     if len(images) != len(latents):
         raise ValueError(
-            f"vae: it made {len(images)} pictures of {len(latents)} leaves; connect the VAE that belongs to the model"
+            f"vae: it made {len(images)} pictures of {len(latents)} latents; connect the VAE that belongs to the model"
         )
     if images.ndim == 5:
         images = images.flatten(0, 1)
@@ -185,26 +187,50 @@ class RewardFromFloats(io.ComfyNode):
             description="Takes one number per leaf from any other nodes, in the order of RewardScorer's leaves output.",
             is_input_list=True,
             inputs=[
-                TreeType.Input(
-                    "tree", tooltip="The trees, scored or not; earlier rewards are replaced, pictures are kept."
-                ),
+                TreeType.Input("tree", tooltip="The trees, scored or not; pictures are kept."),
                 io.Float.Input(
                     "rewards", tooltip="One number per leaf, higher is better.", default=0.0, force_input=True
+                ),
+                io.String.Input("name", default="floats", optional=True, tooltip="Name of these numbers in the log."),
+                io.Float.Input(
+                    "weight",
+                    default=1.0,
+                    min=-100.0,
+                    max=100.0,
+                    step=0.05,
+                    optional=True,
+                    tooltip="Weight of their advantage. 0: only logged, never trained on.",
+                ),
+                io.Boolean.Input(
+                    "keep_others",
+                    default=False,
+                    optional=True,
+                    tooltip="Keep the rewards the tree has already beside these; else these replace them.",
                 ),
             ],
             outputs=[TreeType.Output(display_name="TREE", tooltip="The trees with these rewards.")],
         )
 
     @classmethod
-    def execute(cls, tree: list[Tree], rewards: list[float]) -> io.NodeOutput:
+    def execute(
+        cls,
+        tree: list[Tree],
+        rewards: list[float],
+        name: list[str] | None = None,
+        weight: list[float] | None = None,
+        keep_others: list[bool] | None = None,
+    ) -> io.NodeOutput:
         if len(tree) != 1:
             raise ValueError(f"tree: {len(tree)} trees at once; give this node one TREE")
-        leaves = tree[0].plan.leaves * len(tree[0].prompts)
+        (one,) = tree
+        leaves = one.plan.leaves * len(one.prompts)
         if len(rewards) != leaves:
             raise ValueError(
                 f"rewards: {len(rewards)} numbers for {leaves} leaves; give exactly one number per leaf, as a list "
                 "(Rebatch Images with batch size 1 before a node that scores one picture)"
             )
-        values = torch.tensor([float(value) for value in rewards])
-        shaped = by_leaf(values, len(tree[0].prompts))[None]
-        return io.NodeOutput(tree[0].scored(Rewards(("floats",), (1.0,), shaped)))
+        label, share = (name or ["floats"])[0], (weight or [1.0])[0]
+        values = by_leaf(torch.tensor([float(value) for value in rewards]), len(one.prompts))
+        if one.rewards is not None and keep_others and keep_others[0]:
+            return io.NodeOutput(one.scored(one.rewards.plus(label, share, values)))
+        return io.NodeOutput(one.scored(Rewards((label,), (share,), values[None])))

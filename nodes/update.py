@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 from comfy_api.latest import io
@@ -10,12 +11,15 @@ from comfy_api.latest import io
 from ..treegrpo_core.lora import lora_tensors
 from ..treegrpo_core.metrics import Metrics
 from ..treegrpo_core.run import Run
+from ..treegrpo_core.signals import warnings
 from ..treegrpo_core.trainer import NOISE_MARGIN, UpdateSettings
 from ..treegrpo_core.tree import Tree
 from . import host
 from .guided import outside_inference_mode
 from .policy import PolicyHandle
 from .types import CATEGORY, LoraModelType, LossMapType, PolicyType, TreeType
+
+log = logging.getLogger("treegrpo")
 
 
 def loss_map(run: Run) -> dict[str, list[float]]:
@@ -45,7 +49,15 @@ def _summary(run: Run, trees: list[Tree], metrics: Metrics, asked: float) -> str
         text += "; trained on an old tree: give TreeSampler the POLICY of TreeGRPO Loop Start"
     if metrics.log_ratio_max > 1:
         text += f"; log-ratio {metrics.log_ratio_max:.1e}, the policy jumps: lower the learning rate"
+    weights = {name: weight for entry in trees if entry.rewards for name, weight in _weights(entry)}
+    for warning in warnings(run.log(), weights):
+        log.warning("TreeGRPO: run %s: %s", run.name, warning)
+        text += f"\n{warning}"
     return text
+
+
+def _weights(tree: Tree) -> list[tuple[str, float]]:
+    return list(zip(tree.rewards.names, tree.rewards.weights, strict=True)) if tree.rewards else []
 
 
 class LoRAUpdate(io.ComfyNode):

@@ -11,12 +11,12 @@ from tools.host import CACHE, ROOT, install_pack
 
 
 def main() -> int:
-    """Check the pack, tools/ and noxfile.py; returns mypy's exit status."""
+    """Check the pack, tools/, benchmarks/ and noxfile.py; returns mypy's exit status."""
     parent = CACHE / "types"
     shutil.rmtree(parent, ignore_errors=True)
     install_pack(ROOT, parent / "pack")
     search_path = os.pathsep.join([str(parent), str(ROOT)])
-    command = [sys.executable, "-m", "mypy", "-p", "pack", "-p", "tools", "-m", "noxfile"]
+    command = [sys.executable, "-m", "mypy", "-p", "pack", "-p", "tools", "-p", "benchmarks", "-m", "noxfile"]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, "MYPYPATH": search_path}, check=False).returncode
 
 

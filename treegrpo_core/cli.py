@@ -1,4 +1,4 @@
-"""``treegrpo export`` and ``treegrpo inspect``: LoRA files for other programs.
+"""``treegrpo export`` and ``inspect``: LoRA files for other programs; ``treegrpo serve-reward``: a reward as a server.
 
 The same as ``python -m treegrpo_core.cli``.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from .architectures import ARCHITECTURES, Architecture, architecture_named
 from .lora import FORMATS, read_lora, write
@@ -20,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         print(options.command(options))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"treegrpo: {error}", file=sys.stderr)
         return 2
     return 0
@@ -42,12 +44,22 @@ def inspect(options: argparse.Namespace) -> str:
     return describe(options.file, _family(options))
 
 
+def serve_reward(options: argparse.Namespace) -> str:
+    """Serve a reward until Ctrl-C; returns what to print then."""
+    from .serve import serve
+
+    say = partial(print, flush=True)
+    return serve(options.name, options.source, options.host, options.port, options.models, say)
+
+
 def _family(options: argparse.Namespace) -> Architecture | None:
     return architecture_named(options.architecture) if options.architecture else None
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="treegrpo", description="LoRA files of TreeGRPO and of other programs.")
+    parser = argparse.ArgumentParser(
+        prog="treegrpo", description="LoRA files of TreeGRPO and of other programs; rewards."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command, text in (
         (export, "Write a LoRA file in another program's format, with the same effect."),
@@ -69,7 +81,19 @@ def _parser() -> argparse.ArgumentParser:
                 action="store_true",
                 help="leave out adapters of text encoders, which the formats here do not carry",
             )
+    _add_serve_reward(commands)
     return parser
+
+
+def _add_serve_reward(commands: Any) -> None:
+    text = "Serve a reward over HTTP, for the reward 'remote' of another computer or environment."
+    added = commands.add_parser("serve-reward", help=text, description=text)
+    added.set_defaults(command=serve_reward)
+    added.add_argument("name", metavar="NAME", help="name of the reward")
+    added.add_argument("--source", default="", help="the reward's source: a file, an address or a target")
+    added.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+    added.add_argument("--port", default=8189, type=int, help="port to listen at (default: %(default)s)")
+    added.add_argument("--models", type=Path, metavar="FOLDER", help="where the reward's checkpoints are")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
+from . import signals
 from .tree import Tree
 
 
@@ -64,6 +65,14 @@ class Metrics(BaseModel):
     """Standard deviation within a prompt's leaves, averaged over prompts."""
     rewards: dict[str, float]
     """Mean of every reward, evaluation-only ones included."""
+    reward_spread: dict[str, float] = {}
+    """Standard deviation of every reward within a prompt's leaves, averaged over prompts."""
+    zero_spread: float = 0.0
+    """Share of the prompts whose leaves all get the same weighted reward."""
+    correlation: dict[str, float] = {}
+    """Of every two rewards, over leaves and relative to their prompt's mean."""
+    diversity: float | None = None
+    """Mean distance of two leaves of one prompt, 0 to 1; None if the leaves were never decoded."""
     loss: float
     ratio_mean: float
     log_ratio_max: float
@@ -108,6 +117,10 @@ def summary(
             name: float(torch.stack([reward.values[index].mean() for reward in rewards]).mean())
             for index, name in enumerate(rewards[0].names)
         },
+        reward_spread=signals.spread(rewards),
+        zero_spread=signals.zero_spread(rewards),
+        correlation=signals.correlation(rewards),
+        diversity=signals.diversity([tree.growth.thumbnails for tree in trees]),
         loss=sum(tally.loss for tally in passes) / edges,
         ratio_mean=sum(tally.ratio for tally in passes) / edges if parents else 1.0,
         log_ratio_max=max((max(tally.max_log_ratio, tally.max_noise) for tally in passes), default=0.0),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -121,6 +122,16 @@ def _check_window(num_steps: int, depth: int, start: int) -> None:
             f"start is {start}: a window of {depth} steps in a schedule of {num_steps} must start between 0 and "
             f"{num_steps - 1 - depth}, or it reaches the last step"
         )
+
+
+def with_tail(plan: Plan, sigmas: Sequence[float], steps: int) -> tuple[Plan, tuple[float, ...]]:
+    """The plan and schedule with only ``steps`` steps after the window, spread over those there were; 0: all."""
+    first = plan.stochastic_steps[-1] + 1
+    left = len(plan.steps) - first
+    if not 0 < steps < left:
+        return plan, tuple(sigmas)
+    places = [*range(first), *(first + round(step * left / steps) for step in range(steps + 1))]
+    return Plan(plan.steps[:first] + (0,) * steps, plan.roots), tuple(sigmas[place] for place in places)
 
 
 def window_start(num_steps: int, depth: int, r: float, generator: torch.Generator) -> int:

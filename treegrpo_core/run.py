@@ -7,9 +7,7 @@ for bit.
 from __future__ import annotations
 
 import json
-import os
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,12 +17,12 @@ from torch import Tensor, nn
 
 from .adapter import Adapter
 from .architectures import OTHER, architecture_named
+from .files import check_name, write_atomically
 from .metrics import Metrics
 from .trainer import UpdateSettings, update
 from .tree import Tree
 
 STATE, LOG = "state.safetensors", "metrics.jsonl"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,99}")
 
 
 class RunSettings(BaseModel):
@@ -49,17 +47,6 @@ class RunSettings(BaseModel):
     """Name of the LoRA file the adapter started from; empty: from the base model."""
 
 
-def check_name(name: str) -> str:
-    """A run's or file's name without folders. ValueError says what is wrong with any other."""
-    if not _NAME.fullmatch(name) or ".." in name or name.endswith((" ", ".")):
-        raise ValueError(
-            f"name {name!r} is not allowed: use letters, digits, spaces, '-', '_' and single dots, starting with "
-            "a letter or "
-            "digit, at most 100 characters, no folders and no '..'"
-        )
-    return name
-
-
 def known_runs(root: Path) -> list[str]:
     """Names of the runs under ``root``."""
     return sorted(path.parent.name for path in root.glob(f"*/{STATE}"))
@@ -75,6 +62,7 @@ class Run:
     def __init__(self, folder: Path, settings: RunSettings, adapter: Adapter) -> None:
         self.folder, self.settings, self.adapter = folder, settings, adapter
         self.iteration = 0
+        self._known: tuple[int, int, int] | None = None
         self.losses: list[float] = []
         self.replay_noise = 0.0
         self.average = adapter.state_dict()
@@ -160,15 +148,24 @@ class Run:
             group["lr"] = settings.learning_rate
 
     @property
-    def stored_iteration(self) -> int | None:
-        """Updates done according to the disk; None if the run's folder is gone."""
-        path = self.folder / STATE
-        return int(_read_metadata(path)["iteration"]) if path.exists() else None
+    def on_disk(self) -> tuple[int, int, int] | None:
+        """What tells one state file from another: time, inode and size; None if it is gone."""
+        try:
+            found = (self.folder / STATE).stat()
+        except FileNotFoundError:
+            return None
+        return found.st_mtime_ns, found.st_ino, found.st_size
+
+    def follow_disk(self) -> None:
+        """Reload if the state file is not the one this run wrote or read last."""
+        if self.on_disk != self._known:
+            self.reload()
 
     def reload(self) -> None:
         """Set adapter, optimizer and iteration to the state on disk."""
         from safetensors.torch import load_file
 
+        self._known = self.on_disk
         metadata = _read_metadata(self.folder / STATE)
         tensors = load_file(self.folder / STATE)
         self.adapter.load_state_dict(_with_prefix(tensors, "adapter."))
@@ -183,6 +180,11 @@ class Run:
 
     def update(self, trees: Sequence[Tree], settings: UpdateSettings) -> Metrics:
         """One update, saved to disk before it counts. If it fails, the run is set back to its last saved state."""
+        if self.on_disk is None:
+            raise ValueError(
+                f"run {self.name!r}: its folder {self.folder} is gone. Queue again to start it over, or put the folder "
+                "back to go on"
+            )
         try:
             metrics = update(
                 trees, self.adapter, self.optimizer, settings, iteration=self.iteration, noise=self.replay_noise
@@ -213,6 +215,7 @@ class Run:
         metadata = {"settings": self.settings.model_dump_json(), "iteration": str(self.iteration), "metrics": line}
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / STATE, lambda path: save_file(tensors, path, metadata))
+        self._known = self.on_disk
         if metrics:
             with (self.folder / LOG).open("a", encoding="utf-8") as log:
                 log.write(line + "\n")
@@ -280,17 +283,3 @@ def _read_metadata(path: Path) -> dict[str, Any]:
 
     metadata = read_header(path)
     return {**metadata, "settings": json.loads(metadata["settings"])}
-
-
-def write_atomically(path: Path, write: Callable[[str], Any]) -> None:
-    """Call ``write(temporary path)`` and move the finished file to ``path``, or leave everything as it was."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        write(str(temporary))
-        # safetensors writes files only their owner can read; give them the usual rights of a new file.
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

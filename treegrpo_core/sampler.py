@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from .batches import MicroBatches
 from .plan import Plan, derive_seed
 from .policy import Denoiser
-from .transition import ode_step, step
+from .transition import KERNELS, Prediction, extrapolated, ode_step, step
 from .tree import Growth, Level
 
 
@@ -44,6 +45,22 @@ def level_noise(
     return torch.stack(rows)
 
 
+@dataclass
+class History:
+    """The predictions of the last step, (N, P, *latent), and its noise level; None: there was none yet."""
+
+    denoised: Tensor
+    prediction: Prediction
+    sigma: float | None = None
+
+    def better(self, denoised: Tensor, nodes: slice, sigma: float, sigma_next: float) -> Tensor:
+        """The prediction that makes the step from these nodes one of second order, from the second step on."""
+        if self.sigma is None:
+            return denoised
+        before = self.denoised[nodes].to(denoised.device)
+        return extrapolated(denoised, before, self.sigma, sigma, sigma_next, self.prediction)
+
+
 @dataclass(frozen=True)
 class _Sampling:
     """What all steps of one growth share."""
@@ -56,14 +73,25 @@ class _Sampling:
     batches: MicroBatches
     device: torch.device
 
-    def ode(self, x: Tensor, sigma: float, sigma_next: float, out: Tensor) -> None:
-        """One deterministic step of all nodes (N, P, *latent) into ``out``, which may be x itself."""
+    def ode(self, x: Tensor, sigma: float, sigma_next: float, out: Tensor, history: History | None = None) -> None:
+        """One deterministic step of all nodes (N, P, *latent) into ``out``, which may be x itself.
+
+        With a ``history`` of predictions the step is one of DPM-Solver++ 2M, which adds to it; else of Euler.
+        """
 
         def work(nodes: slice) -> None:
-            rows = x[nodes].to(self.device).flatten(0, 1)
-            out[nodes] = ode_step(rows, self.denoise(rows, sigma), sigma, sigma_next).view_as(out[nodes])
+            part = x[nodes].to(self.device)
+            denoised = self.denoise(part.flatten(0, 1), sigma).view_as(part)
+            after = ode_step(
+                part, history.better(denoised, nodes, sigma, sigma_next) if history else denoised, sigma, sigma_next
+            )
+            out[nodes] = after
+            if history:
+                history.denoised[nodes] = denoised
 
         self.batches.run(len(x), x.shape[1], work)
+        if history:
+            history.sigma = sigma
 
     def branch(self, x: Tensor, sigma: float, sigma_next: float, branching: Sequence[int]) -> tuple[Tensor, Tensor]:
         """One stochastic step of all nodes (N, P, *latent); ``branching`` leads to the new level, its k comes last.
@@ -107,6 +135,7 @@ def grow(
     prompts: Sequence[int] | None = None,
     max_batch: int = 64,
     store: torch.device | None = None,
+    second_order: bool = False,
 ) -> Growth:
     """Sample the trees of all prompts as one frontier.
 
@@ -114,7 +143,7 @@ def grow(
     the last 0; prompts: P keys of the prompts in the noise's seed (default 0 .. P - 1). The result is the same for
     every ``max_batch``: bitwise where the model computes each row of a batch alike, else within the model's own float
     tolerance. Only the window's states and the leaves are kept, and kept on ``store`` (default: where the roots are,
-    which is where the denoiser computes).
+    which is where the denoiser computes). ``second_order``: the steps after the window are those of DPM-Solver++ 2M.
     """
     check_schedule(sigmas, plan)
     if roots.shape[0] != plan.roots:
@@ -124,19 +153,32 @@ def grow(
     sampling = _Sampling(denoise, kernel, eta, seed, keys, batches, roots.device)
     x, forwards = roots.to(store or roots.device), 0
     kept = True  # x belongs to the caller or to a level and must not be written over
+    history: History | None = None
     levels: list[Level] = []
     for index, k in enumerate(plan.steps):
         sigma, sigma_next = sigmas[index], sigmas[index + 1]
         forwards += len(x)
         if k == 0:
             after = torch.empty_like(x) if kept else x
-            sampling.ode(x, sigma, sigma_next, after)
+            if second_order and index == plan.stochastic_steps[-1] + 1:
+                history = History(torch.empty_like(x), KERNELS[kernel].prediction)
+            sampling.ode(x, sigma, sigma_next, after, history)
             x, kept = after, False
             continue
         children, log_prob = sampling.branch(x, sigma, sigma_next, plan.branching[: len(levels) + 1])
         levels.append(Level(index, k, x, children, log_prob))
         x, kept = children, True
     return Growth(levels, x, forwards)
+
+
+def sample(denoise: Denoiser, roots: Tensor, sigmas: Sequence[float], *, max_batch: int = 64) -> Tensor:
+    """Deterministic Euler sampling of (N, P, *latent), noised at ``sigmas[0]``: as the model is used after training."""
+    batches = MicroBatches(max_batch, roots.shape[1])
+    sampling = _Sampling(denoise, "", 0.0, 0, (), batches, roots.device)
+    x = roots.clone()
+    for sigma, sigma_next in pairwise(sigmas):
+        sampling.ode(x, sigma, sigma_next, x)
+    return x
 
 
 def check_schedule(sigmas: Sequence[float], plan: Plan) -> None:

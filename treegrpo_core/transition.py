@@ -37,6 +37,24 @@ def ode_step(x: Tensor, denoised: Tensor, sigma: float, sigma_next: float) -> Te
     return (wide + (wide - denoised.float()) / sigma * (sigma_next - sigma)).to(x.dtype)
 
 
+def extrapolated(
+    denoised: Tensor, before: Tensor, sigma_before: float, sigma: float, sigma_next: float, prediction: Prediction
+) -> Tensor:
+    """The clean prediction that makes :func:`ode_step` one of second order: DPM-Solver++ 2M (arXiv 2211.01095).
+
+    ``before`` is the prediction one step earlier, at ``sigma_before``. The last step, to sigma 0, stays of first order.
+    """
+    if sigma_next == 0:
+        return denoised
+
+    def log_snr(level: float) -> float:  # half of it
+        signal = 1 - level if prediction == "flow" else 1.0
+        return math.log(signal / level) if signal > 0 else -math.inf
+
+    last, step_size = log_snr(sigma) - log_snr(sigma_before), log_snr(sigma_next) - log_snr(sigma)
+    return denoised.float() + (denoised.float() - before.float()) * (step_size / last / 2)
+
+
 def _flow_sde(x: Tensor, denoised: Tensor, sigma: float, sigma_next: float, eta: float) -> tuple[Tensor, float]:
     """Flow-GRPO's reverse SDE (arXiv 2505.05470, eq. 9), diffusion g = eta sqrt(s / (1 - s))."""
     dt = sigma_next - sigma

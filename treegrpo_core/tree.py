@@ -68,6 +68,12 @@ class Rewards:
     weights: tuple[float, ...]
     values: Tensor
 
+    def plus(self, name: str, weight: float, values: Tensor) -> Rewards:
+        """With one more reward, values (L, P). ValueError if there is one of that name already."""
+        if name in self.names:
+            raise ValueError(f"the tree has a reward named {name!r} already; give this one another name")
+        return Rewards((*self.names, name), (*self.weights, weight), torch.cat([self.values, values[None]]))
+
     @property
     def total(self) -> Tensor:
         """(L, P): the weighted sum of the rewards that are trained on."""
@@ -122,6 +128,8 @@ class Tree:
         """The tree with an advantage (edges, P) for every edge of every level."""
         if self.rewards is None:
             raise ValueError("the tree has no rewards yet; connect a RewardScorer or TreeGRPORewardFromFloats before")
+        if not any(self.rewards.weights):
+            raise ValueError("rewards: all weights are 0, so there is nothing to train on; give one reward a weight")
         if normalisation not in ("none", "per depth"):
             raise ValueError(f"normalisation {normalisation!r} is unknown; use 'none' or 'per depth'")
         leaf = advantage.leaf_advantages(self.rewards.values, self.rewards.weights)

@@ -18,6 +18,7 @@ from treegrpo_core.plan import (
     plan_for,
     tree_plan,
     window_start,
+    with_tail,
 )
 
 
@@ -106,3 +107,17 @@ def test_fixed_and_shifting_windows():
     starts = [shifting.plan(10, i, 0).stochastic_steps[0] for i in range(12)]
     assert starts == [0, 0, 0, 2, 2, 2, 4, 4, 4, 6, 6, 6]
     assert shifting.plan(10, 12, 0).stochastic_steps[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "steps", "shorter", "places"),
+    [
+        ("0 3 3 0 0 0 0 0 0 0", 3, "0 3 3 0 0 0", [0, 1, 2, 3, 5, 8, 10]),
+        ("3 0 0 0 0", 1, "3 0", [0, 1, 5]),
+        ("3 0 0 0 0", 0, "3 0 0 0 0", [0, 1, 2, 3, 4, 5]),
+        ("3 0 0 0 0", 9, "3 0 0 0 0", [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_a_shorter_tail_keeps_the_window_and_the_ends(row, steps, shorter, places):
+    plan, sigmas = Plan.parse(row, roots=2), [1 - place / 100 for place in range(len(row.split()) + 1)]
+    assert with_tail(plan, sigmas, steps) == (Plan.parse(shorter, roots=2), tuple(sigmas[place] for place in places))

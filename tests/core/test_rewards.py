@@ -15,10 +15,12 @@ from treegrpo_core.bundled.captions import COLOURS, VOCABULARY
 from treegrpo_core.rewards import REWARDS, WeightedReward, load_reward, score
 from treegrpo_core.rewards.text_image import WEIGHTS, TextImageReward, prepare, token_ids
 
-INCLUDED = [name for name, info in REWARDS.items() if not info.checkpoints]
-"""Those that need no file; the others are in tests/rewards."""
 SIDES = {False: 56, True: 32}
 MUSHROOM, LEAF, DARK, CREAM = (220, 50, 50), (110, 180, 60), (50, 45, 45), (240, 225, 190)
+
+PLAIN = [name for name, info in REWARDS.items() if not (info.source or info.checkpoints or info.packages)]
+"""Rewards that load without a source, a file or a package; those with files are in tests/rewards."""
+ALONE = [name for name in PLAIN if not REWARDS[name].compares]
 
 Artist = Callable[[ImageDraw.ImageDraw, int], None]
 
@@ -75,7 +77,7 @@ class Fixed:
 # every reward
 
 
-@pytest.mark.parametrize("name", INCLUDED)
+@pytest.mark.parametrize("name", ALONE)
 def test_a_mixed_batch_scores_as_one_by_one(name: str) -> None:
     images, prompts = mixed_batch(0)
     reward = load_reward(name)
@@ -85,7 +87,7 @@ def test_a_mixed_batch_scores_as_one_by_one(name: str) -> None:
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", INCLUDED)
+@pytest.mark.parametrize("name", PLAIN)
 def test_order_of_the_batch_does_not_matter(name: str) -> None:
     images, prompts = mixed_batch(1)
     order = [3, 0, 4, 2, 1]
@@ -94,7 +96,7 @@ def test_order_of_the_batch_does_not_matter(name: str) -> None:
     torch.testing.assert_close(turned, reward.score(images, prompts)[order], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", INCLUDED)
+@pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("shape", [(2, 64, 64), (2, 64, 64, 1), (2, 64, 64, 4), (64, 64, 3)])
 def test_grey_alpha_and_single_pictures_are_refused(name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"expected \(N, H, W, 3\)") as refusal:
@@ -102,7 +104,7 @@ def test_grey_alpha_and_single_pictures_are_refused(name: str, shape: tuple[int,
     assert str(shape) in str(refusal.value)
 
 
-@pytest.mark.parametrize("name", INCLUDED)
+@pytest.mark.parametrize("name", PLAIN)
 def test_eight_bit_pictures_and_missing_prompts_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="uint8.*divide"):
         load_reward(name).score(torch.zeros(1, 64, 64, 3, dtype=torch.uint8), ["fox on red"])
@@ -116,7 +118,7 @@ def test_unknown_name_lists_the_known_ones() -> None:
     assert all(name in str(refusal.value) for name in REWARDS)
 
 
-@pytest.mark.parametrize("name", INCLUDED)
+@pytest.mark.parametrize("name", PLAIN)
 def test_registry_name_is_the_rewards_own_name(name: str) -> None:
     assert load_reward(name).name == name
 

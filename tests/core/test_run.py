@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
 from toy import ToyModel, grow_toy, toy_run, with_rewards
 
-from treegrpo_core.run import Run, RunSettings, check_name, known_runs
+from treegrpo_core.files import check_name
+from treegrpo_core.run import Run, RunSettings, known_runs
 from treegrpo_core.trainer import UpdateSettings
 
 SETTINGS = UpdateSettings(clip=1e-3)
@@ -93,7 +95,25 @@ def test_unknown_and_existing_names(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["..", "a/../b", "../x", "a/b", "a\\b", "", " x", "x ", "x.", ".hidden", "C:x", "a\0b", "x" * 101]
+    "name",
+    [
+        "..",
+        "a/../b",
+        "../x",
+        "a/b",
+        "a\\b",
+        "",
+        " x",
+        "x ",
+        "x.",
+        ".hidden",
+        "C:x",
+        "a\0b",
+        "x" * 101,
+        "CON",
+        "nul.txt",
+        "Com1",
+    ],
 )
 def test_names_stay_inside_their_folder(name):
     with pytest.raises(ValueError, match="is not allowed"):
@@ -151,3 +171,28 @@ def test_settings_are_checked():
     for bad in ({"rank": 0}, {"alpha": 0}, {"learning_rate": 0}, {"optimizer": "magic"}, {"ranks": 4}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             RunSettings(**{"base": "x", **bad})
+
+
+def test_another_state_file_of_the_same_count_is_noticed(tmp_path):
+    run, policy = toy_run(tmp_path, "one")
+    other, other_policy = toy_run(tmp_path, "two", seed=5)
+    train(run, policy, 2)
+    train(other, other_policy, 2)
+    state = other.adapter.state_dict()
+    (other.folder / "state.safetensors").replace(run.folder / "state.safetensors")
+    run.follow_disk()
+    assert all(torch.equal(state[name], value) for name, value in run.adapter.state_dict().items())
+    train(run, policy, 1)
+    run.follow_disk()
+    assert run.iteration == 3
+
+
+def test_a_run_whose_folder_is_gone_says_so_and_trains_nothing(tmp_path):
+    run, policy = toy_run(tmp_path)
+    train(run, policy, 1)
+    before = run.adapter.state_dict()
+    shutil.rmtree(run.folder)
+    with pytest.raises(ValueError, match="'toy': its folder .* is gone"):
+        train(run, policy, 1)
+    assert all(torch.equal(before[name], value) for name, value in run.adapter.state_dict().items())
+    assert not run.folder.exists()

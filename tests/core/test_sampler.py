@@ -9,7 +9,7 @@ import torch
 from toy import LATENT, SIGMAS, ToyModel, grow_toy, roots_for, toy_run, with_rewards
 
 from treegrpo_core.plan import Plan, flow_grpo_plan, tree_plan
-from treegrpo_core.sampler import edge_noise, grow, node_path
+from treegrpo_core.sampler import edge_noise, grow, node_path, sample
 from treegrpo_core.tree import by_leaf, by_prompt
 
 PLANS = [
@@ -143,3 +143,40 @@ def test_rewards_that_are_no_numbers_are_refused(tmp_path, value):
     rewards[5, 1] = value
     with pytest.raises(ValueError, match="toy of leaf 5 of prompt 1 is"):
         with_rewards(tree, rewards)
+
+
+def gaussian(prediction):
+    """The exact denoiser of latents from N(0, 1/4), and the exact end of its ODE from x at a noise level."""
+
+    def power(sigma):
+        signal = 1 - sigma if prediction == "flow" else 1.0
+        return signal, (signal / 2) ** 2 + sigma**2
+
+    def denoise(x, sigma):
+        signal, total = power(sigma)
+        return x * signal / 4 / total
+
+    return denoise, lambda x, sigma: x / 2 / power(sigma)[1] ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("kernel", "sigmas"), [("flow_sde", (1.0, 0.9, 0.7, 0.45, 0.2, 0.0)), ("ancestral", (9.0, 4.0, 1.5, 0.6, 0.2, 0.0))]
+)
+def test_the_tail_of_second_order_ends_nearer_to_the_exact_solution(kernel, sigmas):
+    denoise, exact = gaussian("flow" if kernel == "flow_sde" else "eps")
+    plan = Plan.parse("2 0 0 0 0")
+    roots = torch.randn(1, 3, *LATENT, generator=torch.Generator().manual_seed(0)) * sigmas[0]
+    errors = []
+    for second_order in (False, True):
+        growth = grow(denoise, roots, sigmas, plan, kernel=kernel, eta=0.5, seed=0, second_order=second_order)
+        errors.append(float((growth.leaves - exact(growth.levels[0].children, sigmas[1])).square().mean()))
+    assert errors[1] < 0.5 * errors[0]
+
+
+def test_deterministic_sampling_is_the_tail_of_a_tree():
+    denoise, _ = gaussian("flow")
+    growth = grow(
+        denoise, torch.randn(1, 3, *LATENT), SIGMAS, Plan.parse("2 0 0 0 0 0 0 0 0 0"), kernel="cps", eta=0.5, seed=0
+    )
+    again = sample(denoise, growth.levels[0].children, SIGMAS[1:])
+    assert torch.equal(again, growth.leaves)

@@ -14,6 +14,7 @@ from treegrpo_core.plan import Plan, dance_grpo_plan, flow_grpo_plan, tree_plan
 from treegrpo_core.sampler import grow
 from treegrpo_core.trainer import NOISE_MARGIN, UpdateSettings, update
 from treegrpo_core.transition import KERNELS, step
+from treegrpo_core.tree import Rewards
 
 FLOW_KERNELS = [name for name, kernel in KERNELS.items() if kernel.prediction == "flow"]
 SETTINGS = UpdateSettings(clip=1e-3)
@@ -257,3 +258,16 @@ def test_a_tree_must_be_ready(tmp_path):
     tree.growth.free()
     with pytest.raises(ValueError, match="freed"):
         run.update([ready], SETTINGS)
+
+
+def test_the_scale_of_a_reward_plays_no_part_beside_another(tmp_path):
+    """Two rewards, then the same with one of them in another unit, a thousand times smaller: the same weights."""
+    states = []
+    for name, factor in (("plain", 1.0), ("scaled", 1000.0)):
+        run, policy = toy_run(tmp_path, name)
+        tree = grow_toy(policy)
+        mean = tree.leaves.flatten(2).mean(2)
+        rewards = Rewards(("mean", "largest"), (1.0, 0.5), torch.stack([mean * factor, tree.leaves.flatten(2).amax(2)]))
+        run.update([tree.scored(rewards).with_advantages()], SETTINGS)
+        states.append(run.adapter.state_dict())
+    assert all(torch.allclose(states[0][key], states[1][key], rtol=1e-4) for key in states[0])

@@ -69,7 +69,7 @@ CASES = {
         "no preset .* and no pattern",
     ),
     "other targets": ("policy", {"targets": "all linear"}, "TreeGRPOPolicy", "targets 'attention[+]mlp'"),
-    "weightless rewards": ("reward", {"weight": 0.0}, "RewardScorer", "all weights are 0"),
+    "weightless rewards": ("reward", {"weight": 0.0}, "TreeAdvantage", "all weights are 0"),
 }
 
 

@@ -22,6 +22,7 @@ TEXTS = [
     "assets/README.md",
     "docs/architectures.md",
     "docs/lora.md",
+    "docs/remote_reward.md",
     "docs/rewards.md",
 ]
 COMMANDS = ["python -m pip install nox && python -m nox -s demo", "python -m nox -s tests"]
@@ -77,7 +78,7 @@ NODES = schemas()
 
 
 def test_every_node_has_a_help_page_and_every_help_page_a_node() -> None:
-    assert len({node.node_id for node in NODES}) == len(NODES) == 17
+    assert len({node.node_id for node in NODES}) == len(NODES) == 18
     assert {page.name for page in HELP.iterdir()} == {f"{node}.md" for node in NODES}
 
 

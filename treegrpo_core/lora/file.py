@@ -167,7 +167,7 @@ def write(path: Path, file: LoraFile, to: Format) -> None:
     """Write the file in one atomic step; ValueError, and no file, for what the format cannot say."""
     from safetensors.torch import save_file
 
-    from ..run import write_atomically
+    from ..files import write_atomically
 
     named = {"ss_output_name": path.stem, "modelspec.title": path.stem}
     tensors, metadata = to_tensors(LoraFile(file.layers, named | file.metadata, file.architecture), to)

