@@ -50,6 +50,15 @@ def test_a_loop_loads_the_weights_once(comfy, folder, graph, run_name) -> None:
     assert comfy.log()[logged:].count("reward hpsv2.0 loaded") == 1
 
 
+def test_a_reward_is_loaded_again_after_the_user_freed_the_memory(comfy, folder, graph, run_name) -> None:
+    torch.save({"state_dict": small_clip()}, folder / "HPS_v2.1_compressed.pt")
+    for _update in range(2):
+        lines = trained_on(comfy, graph, run_name, name="hpsv2.1")
+        comfy.request("/free", {"unload_models": True, "free_memory": True})
+        graph = Graph()
+    assert len(lines) == 2 and all('"hpsv2.1"' in line for line in lines)
+
+
 def test_a_missing_file_names_where_to_get_it_and_where_to_put_it(comfy, folder, graph, run_name) -> None:
     training(graph, run_name).set("reward", name="imagereward")
     with pytest.raises(ExecutionError) as failure:
