@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ..treegrpo_core.evaluation import Evaluation, add_evaluation, read_evaluations
 from ..treegrpo_core.policy import Denoiser
-from ..treegrpo_core.rewards import WeightedReward, score
+from ..treegrpo_core.rewards import WeightedReward
 from ..treegrpo_core.sampler import sample
 from . import host
 from .guided import GuidedPolicy
 from .policy import PolicyHandle
-from .reward import decode_latents
+from .reward import decode_latents, score_each
 from .sampling import guided_policy, prompt_keys
 from .types import CATEGORY, PolicyType, RewardType
 
@@ -85,7 +85,7 @@ class Evaluate(io.ComfyNode):
                 continue
             with run.adapter.disabled() if iteration == 0 else nullcontext():
                 pictures = decode_latents(guider, drawn(guided, noise, texts), vae)
-            scores = score(reward, pictures, list(texts))
+            scores = score_each(reward, pictures, list(texts))
             add_evaluation(run.folder, Evaluation.of(iteration, [each.reward.name for each in reward], scores))
             done.add(iteration)
         curve = [{"iteration": entry.iteration, **entry.means} for entry in read_evaluations(run.folder)]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import comfy.model_management
+import comfy.model_patcher
 import comfy.model_sampling
 import comfy.patcher_extension
 import comfy.samplers
@@ -17,7 +18,7 @@ import comfy.sd1_clip
 import comfy.utils
 import folder_paths
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..treegrpo_core.adapter import Adapter
 from ..treegrpo_core.architectures import Architecture, architecture_of
@@ -27,6 +28,12 @@ from ..treegrpo_core.transition import Prediction
 T = TypeVar("T")
 log = logging.getLogger("treegrpo")
 INJECTION = "treegrpo"
+_CARRIED = {
+    "clip_merges.txt": "sd1_tokenizer/merges.txt",
+    "qwen2_merges.txt": "text_encoders/qwen25_tokenizer/merges.txt",
+    "qwen2_vocab.json": "text_encoders/qwen25_tokenizer/vocab.json",
+}
+"""Vocabularies under the names that rewards know them by, and where they lie in core's folder ``comfy``."""
 
 
 def runs_folder() -> Path:
@@ -37,6 +44,40 @@ def runs_folder() -> Path:
 def loras_folder() -> Path:
     """Where LoraLoader looks first."""
     return Path(folder_paths.get_folder_paths("loras")[0])
+
+
+folder_paths.add_model_folder_path("reward_models", str(Path(folder_paths.models_dir) / "reward_models"))
+
+
+def reward_folders() -> list[Path]:
+    """Where weights of rewards are looked for; downloads go into the first."""
+    return [Path(folder) for folder in folder_paths.get_folder_paths("reward_models")]
+
+
+def carried_file(name: str) -> Path | None:
+    """A file of that name that ComfyUI itself brings, if it does: vocabularies of CLIP and Qwen."""
+    place = _CARRIED.get(name)
+    path = Path(comfy.sd1_clip.__file__).parent / place if place else None
+    return path if path and path.is_file() else None
+
+
+def load_weights(module: nn.Module) -> None:
+    """Put a reward's weights on the device.
+
+    Core's memory management does it: it makes room first, and takes them off when another model needs the room.
+    """
+    patcher = vars(module).get(INJECTION)
+    if patcher is None:
+        patcher = comfy.model_patcher.ModelPatcher(
+            module, comfy.model_management.get_torch_device(), comfy.model_management.unet_offload_device()
+        )
+        vars(module)[INJECTION] = patcher  # core holds patchers weakly; this one lives as long as the weights
+    comfy.model_management.load_models_gpu([patcher], force_full_load=True)
+
+
+def stop_if_interrupted() -> None:
+    """Raise core's own exception if the user has pressed cancel."""
+    comfy.model_management.throw_exception_if_processing_interrupted()
 
 
 def prediction_of(patcher: Any) -> Prediction:

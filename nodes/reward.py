@@ -10,10 +10,11 @@ from comfy_api.latest import io
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..treegrpo_core.rewards import REWARDS, WeightedReward, load_reward, score
+from ..treegrpo_core.rewards import WeightedReward, known_rewards, module_of, score
 from ..treegrpo_core.tree import Rewards, Tree, by_leaf, by_prompt, timed
 from . import host
 from .guided import GuidedPolicy
+from .reward_files import reward_named
 from .types import CATEGORY, RewardType, TreeType
 
 THUMBNAIL = 96
@@ -25,6 +26,8 @@ class RewardModel(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
+        known = known_rewards()
+        sources = "\n".join(f"{name}: {info.source}" for name, info in known.items() if info.source)
         return io.Schema(
             node_id="TreeGRPORewardModel",
             display_name="TreeGRPO Reward Model",
@@ -34,10 +37,8 @@ class RewardModel(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "name",
-                    options=list(REWARDS),
-                    tooltip="text_image: picture fits the prompt (bundled model); jpeg: minus kilobytes at JPEG "
-                    "quality 95; "
-                    "background_match, size_match: exact checks of the bundled model's prompts.",
+                    options=list(known),
+                    tooltip="\n".join(f"{name}: {info.measures}" for name, info in known.items()),
                 ),
                 io.Float.Input(
                     "weight",
@@ -49,16 +50,36 @@ class RewardModel(io.ComfyNode):
                     "reward).",
                 ),
                 RewardType.Input("previous", optional=True, tooltip="Other rewards to combine with."),
+                io.String.Input(
+                    "source",
+                    default="",
+                    optional=True,
+                    tooltip=f"What some rewards need beside their name; leave it empty for all others.\n{sources}",
+                ),
+                io.Boolean.Input(
+                    "download",
+                    default=False,
+                    optional=True,
+                    tooltip="Fetch missing weights from Hugging Face into models/reward_models (gigabytes). Off: a "
+                    "missing file is an error that says where to get it.",
+                ),
             ],
             outputs=[RewardType.Output(display_name="REWARD_MODEL", tooltip="All rewards of the chain.")],
         )
 
     @classmethod
-    def execute(cls, name: str, weight: float, previous: list[WeightedReward] | None = None) -> io.NodeOutput:
+    def execute(
+        cls,
+        name: str,
+        weight: float,
+        previous: list[WeightedReward] | None = None,
+        source: str = "",
+        download: bool = False,
+    ) -> io.NodeOutput:
         chain = list(previous or [])
         if any(entry.reward.name == name for entry in chain):
             raise ValueError(f"name: {name!r} is already in the chain of rewards; remove one of the two")
-        return io.NodeOutput([*chain, WeightedReward(load_reward(name), weight)])
+        return io.NodeOutput([*chain, WeightedReward(reward_named(name, source, download), weight)])
 
 
 class RewardScorer(io.ComfyNode):
@@ -97,7 +118,7 @@ class RewardScorer(io.ComfyNode):
         decoded = time.perf_counter()
         frames = len(images) // (tree.plan.leaves * len(tree.prompts))
         prompts = [prompt for prompt in tree.prompts for _ in range(tree.plan.leaves * frames)]
-        values = score(reward, images, prompts).unflatten(1, (-1, frames)).mean(2)
+        values = score_each(reward, images, prompts).unflatten(1, (-1, frames)).mean(2)
         scored = tree.scored(
             Rewards(
                 tuple(entry.reward.name for entry in reward),
@@ -112,6 +133,17 @@ class RewardScorer(io.ComfyNode):
         if not host.output_is_used(cls.hidden.dynprompt, cls.hidden.unique_id, 1):
             images = images[:1].clone()
         return io.NodeOutput(scored, images, by_prompt(scored.rewards.total).tolist())
+
+
+def score_each(rewards: list[WeightedReward], images: Tensor, prompts: list[str]) -> Tensor:
+    """As :func:`score`, (R, N), with one reward's weights after the other on the device."""
+    rows = []
+    for entry in rewards:
+        module = module_of(entry.reward)
+        if module is not None:
+            host.load_weights(module)
+        rows.append(score([entry], images, prompts))
+    return torch.cat(rows)
 
 
 def decode(tree: Tree, vae: Any) -> Tensor:

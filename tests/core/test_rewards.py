@@ -19,7 +19,7 @@ SIDES = {False: 56, True: 32}
 MUSHROOM, LEAF, DARK, CREAM = (220, 50, 50), (110, 180, 60), (50, 45, 45), (240, 225, 190)
 
 PLAIN = [name for name, info in REWARDS.items() if not (info.source or info.checkpoints or info.packages)]
-"""Rewards that load without a source, a file or a package."""
+"""Rewards that load without a source, a file or a package; those with files are in tests/rewards."""
 ALONE = [name for name in PLAIN if not REWARDS[name].compares]
 
 Artist = Callable[[ImageDraw.ImageDraw, int], None]

@@ -23,6 +23,7 @@ TEXTS = [
     "docs/architectures.md",
     "docs/lora.md",
     "docs/remote_reward.md",
+    "docs/rewards.md",
 ]
 COMMANDS = ["python -m pip install nox && python -m nox -s demo", "python -m nox -s tests"]
 
@@ -146,3 +147,15 @@ def test_the_help_pages_bring_no_script() -> None:
     folders = [Path("web"), Path("docs")]
     scripts = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in {".js", ".mjs"}]
     assert scripts == []
+
+
+def test_the_page_of_rewards_says_what_the_registry_says() -> None:
+    from treegrpo_core.rewards import REWARDS
+
+    page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+    rows = {row.split("`")[1]: row for row in page.splitlines() if row.startswith("| `")}
+    assert set(rows) == set(REWARDS)
+    for name, info in REWARDS.items():
+        assert info.licence in rows[name]
+        for checkpoint in info.checkpoints:
+            assert checkpoint.file in page and checkpoint.repository in page

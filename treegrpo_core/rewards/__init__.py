@@ -49,6 +49,8 @@ class RewardInfo:
     """Whether a score depends on the other pictures of the same prompt, so that none can be scored alone."""
 
 
+from .learned import LEARNED  # noqa: E402 - it needs the two classes above
+
 REWARDS: dict[str, RewardInfo] = {
     "text_image": RewardInfo(
         ".text_image:TextImageReward",
@@ -143,6 +145,7 @@ REWARDS: dict[str, RewardInfo] = {
         source="the address of an interface like OpenAI's and the model's name, as "
         '"http://127.0.0.1:8000/v1 Qwen/Qwen2.5-VL-7B-Instruct"',
     ),
+    **LEARNED,
 }
 
 
@@ -181,6 +184,8 @@ class WeightedReward:
 def missing(checkpoint: Checkpoint) -> Path:
     """The default of ``locate``: there is no such file. FileNotFoundError says where to get it and where to put it."""
     size = f" ({checkpoint.size / 1e9:.1f} GB)" if checkpoint.size else ""
+    if not checkpoint.repository:
+        raise FileNotFoundError(f"{checkpoint.file} is missing: put it into models/reward_models, or correct source")
     raise FileNotFoundError(
         f"{checkpoint.file}{size} is missing: get it from https://huggingface.co/{checkpoint.repository} "
         f"({checkpoint.path}) and put it into models/reward_models, or tick download"

@@ -140,9 +140,9 @@ class TextImageReward:
     def score(self, images: Tensor, prompts: list[str]) -> Tensor:
         """images: (N, H, W, 3) float RGB in [0, 1], any size; prompts: N texts. Returns (N,) float32 on the CPU."""
         check_pictures(images, prompts)
-        towers, ids = self.module.to(images.device), token_ids(prompts).to(images.device)
-        parts = [towers(prepare(part), row) for part, row in zip(images.split(BATCH), ids.split(BATCH), strict=True)]
-        return torch.cat(parts).cpu()
+        device, ids = self.module.text.position.device, token_ids(prompts)
+        parts = zip(images.split(BATCH), ids.split(BATCH), strict=True)
+        return torch.cat([self.module(prepare(part).to(device), row.to(device)).cpu() for part, row in parts])
 
 
 def prepare(images: Tensor) -> Tensor:
