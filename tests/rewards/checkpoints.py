@@ -41,6 +41,8 @@ def put_vocabularies(folder: Path) -> None:
     for name in ("vocab.json", "merges.txt"):
         carried = comfyui_folder() / "comfy" / "text_encoders" / "qwen25_tokenizer" / name
         (folder / f"qwen2_{name}").symlink_to(carried)
+    made_up = "How well does the picture show this?\n{text_prompt}\nScore: <|Reward|>."
+    (folder / "hpsv3_instruction.txt").write_text(made_up, encoding="utf-8")
     words = BERT_WORDS + ["##" + letter for letter in LETTERS]
     (folder / "bert_vocab.txt").write_text("\n".join(words), encoding="utf-8")
 

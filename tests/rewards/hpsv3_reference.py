@@ -72,6 +72,8 @@ def main() -> None:
     rules |= {"IMAGE_FACTOR", "MIN_PIXELS", "MAX_PIXELS", "MAX_RATIO"}
     smart_resize = taken("dataset/utils.py", rules, math=math)["smart_resize"]
     texts = taken("dataset/data_collator_qwen.py", {"INSTRUCTION", "prompt_with_special_token"})
+    text = texts["INSTRUCTION"] + texts["prompt_with_special_token"]
+    (FOLDER / "hpsv3_instruction.txt").write_text(text, encoding="utf-8")
     tokenizer = Qwen2TokenizerFast(str(TOKENIZER / "vocab.json"), str(TOKENIZER / "merges.txt"), padding_side="right")
     tokenizer.add_special_tokens({"additional_special_tokens": ADDED})
     processor = Qwen2VLProcessor(Qwen2VLImageProcessor(), tokenizer)

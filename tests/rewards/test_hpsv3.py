@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tools.host import comfyui_folder
 from treegrpo_core.rewards import load_reward
-from treegrpo_core.rewards.hpsv3 import IMAGE, INSTRUCTION, REWARD, HpsV3, Scorer, resized, size
+from treegrpo_core.rewards.hpsv3 import IMAGE, REWARD, HpsV3, Scorer, resized, size
 from treegrpo_core.rewards.prepare import eight_bit
 from treegrpo_core.rewards.qwen import Shape, patches
 
@@ -44,7 +44,7 @@ def reward(models: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_the_text_is_the_chat_that_transformers_makes_of_it(prompt: str, reward: Any) -> None:
     theirs = transformers.Qwen2Tokenizer.from_pretrained(comfyui_folder() / "comfy/text_encoders/qwen25_tokenizer")
-    instruction = INSTRUCTION.read_text(encoding="utf-8").format(text_prompt=prompt)
+    instruction = reward.instruction.format(text_prompt=prompt)
     chat = (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
         f"<|vision_start|>{'<|image_pad|>' * 3}<|vision_end|>{instruction}<|im_end|>\n<|im_start|>assistant\n"
@@ -174,3 +174,12 @@ def test_the_parameters_have_the_published_names() -> None:
 def test_too_narrow_pictures_are_refused(reward: Any) -> None:
     with pytest.raises(ValueError, match="10 x 4000 are too narrow"):
         reward.score(torch.rand(1, 4000, 10, 3), ["fox"])
+
+
+@pytest.mark.parametrize("text", ["no place for a prompt <|Reward|>", "{text_prompt} twice {text_prompt} <|Reward|>"])
+def test_an_instruction_without_its_places_is_refused(models: Path, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "hpsv3_instruction.txt"
+    path.write_text(text, encoding="utf-8")
+    find = in_folder(models)
+    with pytest.raises(ValueError, match="hpsv3_instruction.txt has [02] times '{text_prompt}'"):
+        load_reward("hpsv3", locate=lambda each: path if each.file == path.name else find(each))

@@ -20,9 +20,9 @@ class Checkpoint:
     file: str
     """Name under ``models/reward_models``."""
     repository: str
-    """On Hugging Face."""
+    """On Hugging Face; empty: it is not there."""
     path: str
-    """In the repository."""
+    """In the repository; without one, what the file is and how to come by it."""
     size: int = 0
     """In bytes; 0: not known."""
     sha256: str = ""
@@ -185,7 +185,10 @@ def missing(checkpoint: Checkpoint) -> Path:
     """The default of ``locate``: there is no such file. FileNotFoundError says where to get it and where to put it."""
     size = f" ({checkpoint.size / 1e9:.1f} GB)" if checkpoint.size else ""
     if not checkpoint.repository:
-        raise FileNotFoundError(f"{checkpoint.file} is missing: put it into models/reward_models, or correct source")
+        what = f" ({checkpoint.path})" if checkpoint.path else ""
+        raise FileNotFoundError(
+            f"{checkpoint.file}{what} is missing: put it into models/reward_models, or correct source"
+        )
     raise FileNotFoundError(
         f"{checkpoint.file}{size} is missing: get it from https://huggingface.co/{checkpoint.repository} "
         f"({checkpoint.path}) and put it into models/reward_models, or tick download"

@@ -26,8 +26,6 @@ BATCH = 4
 TOKENS = 256
 """What a picture becomes, about."""
 _SIDE = PATCH * MERGE
-INSTRUCTION = Path(__file__).parents[2] / "assets" / "hpsv3_instruction.txt"
-"""What the model was trained to read, word for word; assets/README.md has its licence."""
 IMAGE, REWARD, PADDING = 151_655, 151_657, 151_643
 """Ids of the words for a piece of the picture, for the score, and for nothing."""
 _START, _END, _IMAGE_START, _IMAGE_END = 151_644, 151_645, 151_652, 151_653
@@ -61,9 +59,9 @@ class HpsV3:
 
     def __init__(self, *, source: str = "", locate: Callable[[Checkpoint], Path] = missing) -> None:
         """FileNotFoundError as ``locate`` says; ValueError if a file is not the right one."""
-        file, vocabulary, merges = map(locate, LEARNED[self.name].checkpoints)
+        file, instruction, vocabulary, merges = map(locate, LEARNED[self.name].checkpoints)
         self.tokenizer = QwenTokenizer(vocabulary, merges)
-        self.instruction = INSTRUCTION.read_text(encoding="utf-8")
+        self.instruction = _checked(instruction)
         weights = {name: value for name, value in read_weights(file).items() if name != "lm_head.weight"}
         with torch.device("meta"):
             scorer = Scorer(shape_of(weights))
@@ -94,6 +92,15 @@ class HpsV3:
         rows = [[*head, *words(before.replace("{text_prompt}", prompt)), *tail] for prompt in prompts]
         longest = max(map(len, rows))
         return torch.tensor([row + [PADDING] * (longest - len(row)) for row in rows])
+
+
+def _checked(path: Path) -> str:
+    """The text around a prompt, with one place for the prompt and one for the score."""
+    text = path.read_text(encoding="utf-8")
+    for place in ("{text_prompt}", "<|Reward|>"):
+        if text.count(place) != 1:
+            raise ValueError(f"{path.name} has {text.count(place)} times {place!r}, and must have it once")
+    return text
 
 
 def size(height: int, width: int) -> tuple[int, int]:

@@ -28,6 +28,13 @@ CLIP_L14 = Checkpoint(
 QWEN_VOCABULARY = Checkpoint("qwen2_vocab.json", "Qwen/Qwen2-VL-7B-Instruct", "vocab.json")
 QWEN_MERGES = Checkpoint("qwen2_merges.txt", "Qwen/Qwen2-VL-7B-Instruct", "merges.txt")
 
+HPSV3_INSTRUCTION = Checkpoint(
+    "hpsv3_instruction.txt",
+    "",
+    "a text file of what the model was trained to read: INSTRUCTION and, directly behind it, prompt_with_special_token "
+    "of hpsv3/dataset/data_collator_qwen.py in the Python package hpsv3 1.0.0",
+)
+
 LEARNED: dict[str, RewardInfo] = {
     "hpsv2.1": RewardInfo(
         ".hpsv2:HpsV21",
@@ -92,6 +99,7 @@ LEARNED: dict[str, RewardInfo] = {
         licence="MIT, Qwen2-VL Apache-2.0",
         checkpoints=(
             Checkpoint("HPSv3.safetensors", "MizzenAI/HPSv3", "HPSv3.safetensors"),
+            HPSV3_INSTRUCTION,
             QWEN_VOCABULARY,
             QWEN_MERGES,
         ),
