@@ -1,4 +1,4 @@
-"""``treegrpo export`` and ``treegrpo inspect``: LoRA files for other programs.
+"""``treegrpo export`` and ``inspect``: LoRA files for other programs. ``treegrpo human``: judgements as a dataset.
 
 The same as ``python -m treegrpo_core.cli``.
 """
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .architectures import ARCHITECTURES, Architecture, architecture_named
+from .human_log import write_dataset
 from .lora import FORMATS, read_lora, write
 from .lora.inspect import describe
 
@@ -42,12 +43,20 @@ def inspect(options: argparse.Namespace) -> str:
     return describe(options.file, _family(options))
 
 
+def human(options: argparse.Namespace) -> str:
+    """Write what people judged in a run as a dataset; returns what to print."""
+    count = write_dataset(options.run, options.output)
+    return f"{options.output}: {count} judged prompts; their pictures are in {options.run}"
+
+
 def _family(options: argparse.Namespace) -> Architecture | None:
     return architecture_named(options.architecture) if options.architecture else None
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="treegrpo", description="LoRA files of TreeGRPO and of other programs.")
+    parser = argparse.ArgumentParser(
+        prog="treegrpo", description="LoRA files of TreeGRPO and of other programs; judgements."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command, text in (
         (export, "Write a LoRA file in another program's format, with the same effect."),
@@ -69,6 +78,11 @@ def _parser() -> argparse.ArgumentParser:
                 action="store_true",
                 help="leave out adapters of text encoders, which the formats here do not carry",
             )
+    text = "Write the judgements of TreeGRPO Human Reward as a dataset: one JSON line per judged prompt."
+    added = commands.add_parser("human", help=text, description=text)
+    added.set_defaults(command=human)
+    added.add_argument("run", type=Path, metavar="RUN_FOLDER", help="folder of the run, output/treegrpo/<run>")
+    added.add_argument("--output", required=True, type=Path, metavar="PATH", help="new file to write (.jsonl)")
     return parser
 
 
