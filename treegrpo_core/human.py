@@ -107,20 +107,26 @@ class Judging:
             return True
         return bool(given) if self.mode == "rank" else self.mode == "pairs" and len(given) >= len(self.pairs[index])
 
-    def add(self, answer: Answer) -> int:
-        """Take an answer; returns the prompt it belongs to. ValueError says why it does not fit; nothing changes."""
+    def place(self, answer: Answer) -> int:
+        """The prompt that an answer belongs to. ValueError says why it does not fit."""
         if isinstance(answer, Undo):
             index = next((index for index in reversed(range(self.prompts)) if self.given[index]), None)
             if index is None:
                 raise ValueError("undo: there is no answer to take back")
-            self.given[index].pop()
             return index
         index = self.prompt
         if index is None:
             raise ValueError("answer: all prompts are judged already")
         self._check(answer)
-        self.given[index].append(answer)
         return index
+
+    def add(self, answer: Answer) -> None:
+        """Take an answer. ValueError says why it does not fit; nothing changes then."""
+        index = self.place(answer)
+        if isinstance(answer, Undo):
+            self.given[index].pop()
+        else:
+            self.given[index].append(answer)
 
     def _check(self, answer: Answer) -> None:
         if not isinstance(answer, _KINDS[self.mode]):
