@@ -38,7 +38,7 @@ async function refresh(dialog) {
   }
 }
 
-app.registerExtension({
+const extension = {
   name: "treegrpo.human",
   setup() {
     const dialog = new JudgingDialog({ pictureOf, send, reload: () => refresh(dialog) });
@@ -46,4 +46,10 @@ app.registerExtension({
     api.addEventListener("reconnected", () => refresh(dialog));
     return refresh(dialog); // a page that was loaded again goes on where it was
   },
-});
+};
+
+// The host serves this file under the pack's name and under its folder's, and the page loads both.
+if (!window.treegrpoHuman) {
+  window.treegrpoHuman = true;
+  app.registerExtension(extension);
+}

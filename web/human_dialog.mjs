@@ -252,7 +252,7 @@ export class JudgingDialog {
     if (this.sending && this.blocked) {
       return;
     }
-    this.blocked = answer.kind !== "stars" && !(answer.kind === "skip" && this.state.mode === "stars");
+    this.blocked = this.state.mode !== "stars" || answer.kind === "next";
     this.sending += 1;
     this.last = this.last.then(() => this.post(answer)).finally(() => (this.sending -= 1));
   }

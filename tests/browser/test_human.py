@@ -17,15 +17,18 @@ pytestmark = pytest.mark.browser
 
 DIALOG = "dialog.treegrpo-human[open]"
 SCREENSHOTS = ROOT / "outputs" / "browser"
-SECONDS = 60_000
+WAIT = 30_000
+"""Milliseconds a page may take."""
+MILLISECONDS = 600_000
 
 
 @pytest.fixture
-def editor(page: Any) -> Iterator[Any]:
-    """The page, with waits that end soon."""
-    page.set_default_timeout(SECONDS)
+def editor(page: Any, comfy: Server) -> Iterator[Any]:
+    """The page, with waits that end soon; afterwards nothing waits for a person any more."""
+    page.set_default_timeout(WAIT)
     yield page
-    page.set_default_timeout(10 * SECONDS)
+    page.set_default_timeout(MILLISECONDS)
+    comfy.interrupt()
 
 
 def ask(comfy: Server, graph: Graph, run_name: str, mode: str) -> str:
