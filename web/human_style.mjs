@@ -15,15 +15,15 @@ export const STYLE = `
 .treegrpo-human .message { color: #ffb454; min-height: 1.2em; }
 .treegrpo-human .gallery {
   flex: 1; min-height: 0; overflow: auto; padding: 4px; display: grid; gap: 10px; align-content: start;
-  grid-template-columns: repeat(auto-fill, minmax(180px, 1fr));
+  grid-template-columns: repeat(auto-fit, minmax(200px, 1fr));
 }
 .treegrpo-human .gallery.pairs { grid-template-columns: 1fr 1fr; align-content: stretch; }
 .treegrpo-human .card {
   position: relative; padding: 6px; border-radius: 6px; cursor: pointer; text-align: center;
   background: var(--comfy-input-bg, #333); min-height: 0;
 }
-.treegrpo-human .card img { display: block; width: 100%; aspect-ratio: 1; object-fit: contain; }
-.treegrpo-human .pairs .card img { height: 100%; aspect-ratio: auto; }
+.treegrpo-human .card img { display: block; width: 100%; aspect-ratio: 1; object-fit: contain; max-height: 62vh; }
+.treegrpo-human .pairs .card img { height: 100%; max-height: none; aspect-ratio: auto; }
 .treegrpo-human .rank .card { cursor: grab; }
 .treegrpo-human .rank .card::after {
   content: attr(data-place); position: absolute; top: 8px; left: 8px; padding: 2px 8px; border-radius: 10px;

@@ -20,6 +20,7 @@ SCREENSHOTS = ROOT / "outputs" / "browser"
 WAIT = 30_000
 """Milliseconds a page may take."""
 MILLISECONDS = 600_000
+READY = "Boolean(window.app?.graph && window.app.extensionManager?.setting)"
 
 
 @pytest.fixture
@@ -28,7 +29,14 @@ def editor(page: Any, comfy: Server) -> Iterator[Any]:
     page.set_default_timeout(WAIT)
     yield page
     page.set_default_timeout(MILLISECONDS)
+    use_vue_nodes(page, False)
     comfy.interrupt()
+
+
+def use_vue_nodes(page: Any, on: bool) -> None:
+    """Choose the renderer of nodes: the newer one, or the canvas."""
+    page.wait_for_function(READY, polling=500)
+    page.evaluate(f"window.app.extensionManager.setting.set('Comfy.VueNodes.Enabled', {json.dumps(on)})")
 
 
 def ask(comfy: Server, graph: Graph, run_name: str, mode: str) -> str:
@@ -109,12 +117,19 @@ def test_a_ranking_by_keyboard_and_by_mouse(comfy: Server, graph: Graph, run_nam
     assert answers == [[1, 2, 0, 3], [3, 0, 1, 2]]
 
 
-def test_put_aside_and_opened_again(comfy: Server, graph: Graph, run_name: str, editor: Any) -> None:
+@pytest.mark.parametrize("vue_nodes", [False, True])
+def test_put_aside_and_opened_again_in_both_renderers(
+    comfy: Server, graph: Graph, run_name: str, editor: Any, vue_nodes: bool
+) -> None:
+    use_vue_nodes(editor, vue_nodes)
+    editor.evaluate("Boolean(window.app.graph.add(window.LiteGraph.createNode('TreeGRPOHumanReward')))")
     run = ask(comfy, graph, run_name, "rank")
     shows(editor, "prompt 1 of 2")
+    editor.screenshot(path=SCREENSHOTS / f"human_vue_{vue_nodes}.png")
     type_keys(editor, "Escape")
     editor.locator(".treegrpo-human-reminder").click()
     shows(editor, "prompt 1 of 2")
     comfy.interrupt(run)
     editor.locator(DIALOG).wait_for(state="hidden")
     editor.locator(".treegrpo-human-reminder").wait_for(state="hidden")
+    editor.screenshot(path=SCREENSHOTS / f"human_node_vue_{vue_nodes}.png")
