@@ -127,7 +127,10 @@ class Session:
                 index = self.judging.place(posted.answer)
             except ValueError as error:
                 raise RefusedError(400, str(error)) from None
-            append(self.folder, self._judgement(index, posted.answer), self.pictures[index])
+            try:
+                append(self.folder, self._judgement(index, posted.answer), self.pictures[index])
+            except OSError as error:
+                raise RefusedError(500, f"the answer was not taken, because it cannot be written: {error}") from None
             self.judging.add(posted.answer)
             self.count += 1
             self.answered = time.monotonic()

@@ -52,6 +52,9 @@ export class JudgingDialog {
   /** Show this state of the server; opens the dialog unless it was put aside. */
   show(state) {
     const isNew = this.state?.session !== state.session;
+    if (!isNew && state.count < this.state.count) {
+      return; // asked for before the last answer, and overtaken by it
+    }
     this.state = state;
     this.until = state.seconds_left === null ? null : Date.now() + 1000 * state.seconds_left;
     this.render();
@@ -271,7 +274,7 @@ export class JudgingDialog {
       }
     } catch (error) {
       this.message.textContent = error.message;
-      await this.reload();
+      await this.reload().catch(() => {}); // no connection: the host's page says so, and asks again when it is back
     }
   }
 }

@@ -105,6 +105,8 @@ def test_a_ranking_by_keyboard_and_by_mouse(comfy: Server, graph: Graph, run_nam
     run = ask(comfy, graph, run_name, "rank")
     shows(editor, "prompt 1 of 2")
     type_keys(editor, "Shift+ArrowRight Shift+ArrowRight")
+    editor.reload(wait_until="domcontentloaded")
+    editor.locator(f'{DIALOG} .card[data-leaf="0"][data-place="3"]').wait_for()
     editor.screenshot(path=SCREENSHOTS / "human_rank.png")
     type_keys(editor, "Enter")
     shows(editor, "prompt 2 of 2")

@@ -105,6 +105,18 @@ def test_pairs_end_when_all_were_asked_and_skipped_ones_do_not_count():
     assert order(judging.scores()[:, 0].tolist()) == [0, 1, 2, 3]
 
 
+def test_as_many_pairs_are_asked_as_the_user_wants():
+    judging = Judging("pairs", 2, 27, comparisons=3)
+    answers = 0
+    while judging.pair:
+        judging.add(Skip(leaves=judging.pair))
+        answers += 1
+    assert answers == 2 * 3
+    assert not judging.scores().any()
+    judging = Judging("pairs", 1, 27)
+    assert len(judging.pairs[0]) == 54
+
+
 def test_undo_takes_one_answer_back_also_that_which_ended_a_prompt():
     judging = Judging("stars", 2, 2)
     with pytest.raises(ValueError, match="no answer to take back"):

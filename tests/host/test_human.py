@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from graphs import PROMPTS, training
 from PIL import Image
+from random_graphs import random_training
 from safetensors.numpy import load_file
 
 from tools.client import ExecutionError, InterruptedRunError
+from treegrpo_core.architectures import architecture_named
 from treegrpo_core.human_log import read_dataset
 
 ROUTE = "/treegrpo/human"
@@ -266,3 +268,38 @@ def test_a_loop_asks_for_every_update(comfy, graph, run_name):
     comfy.wait(run)
     assert updates == [0, 1]
     assert len(log_of(comfy, run_name)) == 2
+
+
+def test_an_answer_that_cannot_be_written_does_not_count(comfy, graph, run_name):
+    judged(graph, run_name)
+    run = comfy.submit(graph)
+    state = opened(comfy, run)
+    (folder_of(comfy, run_name) / "human").write_text("a file where the folder should be")
+    code, text = refusal(post, comfy, state, {"kind": "stars", "leaf": 0, "stars": 5})
+    assert code == 500
+    assert "cannot be written" in text
+    assert opened(comfy, run)["stars"] == [None] * LEAVES
+    comfy.interrupt(run)
+    with pytest.raises(InterruptedRunError):
+        comfy.wait(run)
+
+
+def test_of_films_the_middle_frame_is_judged(comfy, graph, run_name):
+    """As Reward Scorer's picture of the tree; all frames come out."""
+    nodes = random_training(graph, run_name, architecture_named("Wan"))
+    vae, tree = graph.add("TestFilmVAE"), graph.inputs(nodes.leaves)["tree"]
+    asked = {"mode": "rank", "minutes": 5.0, "fallback": "stop", "weight": 1.0, "comparisons": 0}
+    human = graph.add("TreeGRPOHumanReward", tree=tree, vae=vae[0], **asked)
+    advantage = graph.add("TreeAdvantage", tree=human[0], estimator="softmax", normalisation="none")
+    nodes.set("update", tree=advantage[0])
+    shown = graph.add("PreviewImage", images=human[1])
+    run = comfy.submit(graph)
+    state = opened(comfy, run)
+    file = comfy.request(f"{ROUTE}/{state['session']}/0/0")
+    leaves = list(range(state["leaves"]))
+    while state["prompt"] is not None:
+        state = post(comfy, state, {"kind": "skip", "leaves": leaves})
+    frames = comfy.images(comfy.wait(run)[shown]).astype(int)
+    assert len(frames) == 2 * len(leaves) * 3
+    seen = np.asarray(Image.open(io.BytesIO(file))).astype(int)
+    assert [int(np.abs(seen - frame).mean()) < 4 for frame in frames[:3]] == [False, True, False]
