@@ -68,13 +68,14 @@ export class JudgingDialog {
     if (!this.dialog.open) {
       this.dialog.showModal();
     }
-    this.focus(this.focused ?? 0);
+    this.focus(this.focused);
   }
 
   /** Nothing is left to judge. */
   end() {
     this.state = null;
     this.shown = "";
+    this.message.textContent = "";
     this.dialog.close();
     this.reminder.hidden = true;
   }
@@ -91,6 +92,7 @@ export class JudgingDialog {
       this.skip.textContent = { stars: "No opinion (S)", pairs: "Cannot say (S)", rank: "Skip (S)" }[state.mode];
       this.next.textContent = state.mode === "pairs" ? "Next prompt (N)" : "Next (Enter)";
       this.drawLeaves();
+      this.focused = 0;
       if (this.dialog.open) {
         this.focus(0);
       }

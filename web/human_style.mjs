@@ -15,9 +15,9 @@ export const STYLE = `
 .treegrpo-human .message { color: #ffb454; min-height: 1.2em; }
 .treegrpo-human .gallery {
   flex: 1; min-height: 0; overflow: auto; padding: 4px; display: grid; gap: 10px; align-content: start;
-  grid-template-columns: repeat(auto-fit, minmax(200px, 1fr));
+  grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); grid-auto-rows: max-content;
 }
-.treegrpo-human .gallery.pairs { grid-template-columns: 1fr 1fr; align-content: stretch; }
+.treegrpo-human .gallery.pairs { grid-template-columns: 1fr 1fr; grid-auto-rows: minmax(0, 1fr); align-content: stretch; }
 .treegrpo-human .card {
   position: relative; padding: 6px; border-radius: 6px; cursor: pointer; text-align: center;
   background: var(--comfy-input-bg, #333); min-height: 0;

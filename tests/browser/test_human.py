@@ -31,6 +31,7 @@ def editor(page: Any, comfy: Server) -> Iterator[Any]:
     page.set_default_timeout(MILLISECONDS)
     use_vue_nodes(page, False)
     comfy.interrupt()
+    page.locator(DIALOG).wait_for(state="hidden")
 
 
 def use_vue_nodes(page: Any, on: bool) -> None:
@@ -39,9 +40,9 @@ def use_vue_nodes(page: Any, on: bool) -> None:
     page.evaluate(f"window.app.extensionManager.setting.set('Comfy.VueNodes.Enabled', {json.dumps(on)})")
 
 
-def ask(comfy: Server, graph: Graph, run_name: str, mode: str) -> str:
+def ask(comfy: Server, graph: Graph, run_name: str, mode: str, **sampler: Any) -> str:
     """Queue an update that waits for a person; returns the queued run's id."""
-    nodes = training(graph, run_name)
+    nodes = training(graph, run_name).set("sampler", **sampler)
     human = graph.add(
         "TreeGRPOHumanReward",
         tree=nodes.sampler[0], vae=nodes.model[2], mode=mode, minutes=5.0, fallback="stop", weight=1.0, comparisons=0,
@@ -84,6 +85,34 @@ def test_stars_by_keyboard_also_over_a_reload(comfy: Server, graph: Graph, run_n
     entry = json.loads(log.read_text())
     assert entry["rewards"]["human"] == pytest.approx(sum(map(sum, given)) / 8)
     assert entry["grad_norm"] > 0
+
+
+def test_many_pictures_scroll_and_take_stars_by_mouse(comfy: Server, graph: Graph, run_name: str, editor: Any) -> None:
+    ask(comfy, graph, run_name, "stars", branching=3, depth=3)
+    shows(editor, "prompt 1 of 2")
+    columns = editor.locator(f"{DIALOG} .gallery").evaluate(
+        "it => getComputedStyle(it).gridTemplateColumns.split(' ').length"
+    )
+    type_keys(editor, "ArrowDown ArrowDown ArrowRight 4 ArrowUp 2")
+    expected = {2 * columns + 1: 4, columns + 1: 2, 0: 3, 26: 5}
+    for leaf in (0, 26):
+        editor.locator(f'{DIALOG} .card[data-leaf="{leaf}"] [aria-label="{expected[leaf]} stars"]').click()
+    for leaf, stars in expected.items():
+        editor.locator(f'{DIALOG} [aria-label="Picture {leaf + 1} of 27 {stars} stars"]').wait_for()
+    (state,) = comfy.get("/treegrpo/human")
+    assert {leaf: stars for leaf, stars in enumerate(state["stars"]) if stars} == expected
+
+
+def test_a_lost_connection_says_so_and_loses_nothing(comfy: Server, graph: Graph, run_name: str, editor: Any) -> None:
+    ask(comfy, graph, run_name, "stars")
+    shows(editor, "prompt 1 of 2")
+    editor.route("**/treegrpo/human/*", lambda route: route.abort())
+    type_keys(editor, "5")
+    editor.locator(f"{DIALOG} .message", has_text="fetch").wait_for()
+    editor.unroute("**/treegrpo/human/*")
+    type_keys(editor, "4")
+    editor.locator(f'{DIALOG} [aria-label="Picture 1 of 4 4 stars"]').wait_for()
+    assert editor.locator(f"{DIALOG} .message").inner_text() == ""
 
 
 def test_pairs_by_keyboard(comfy: Server, graph: Graph, run_name: str, editor: Any) -> None:
