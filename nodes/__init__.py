@@ -2,9 +2,12 @@
 
 from comfy_api.latest import ComfyExtension, io
 
+from . import host
 from .advantage import TreeAdvantage
 from .evaluate import Evaluate
 from .export import Export
+from .human import HumanReward
+from .judging import add_routes
 from .loop import LoopEnd, LoopStart
 from .plan import Schedule, TreePlan
 from .policy import Policy
@@ -26,6 +29,7 @@ NODES: list[type[io.ComfyNode]] = [
     RewardModel,
     RewardScorer,
     RewardFromFloats,
+    HumanReward,
     TreeAdvantage,
     LoRAUpdate,
     Evaluate,
@@ -38,7 +42,11 @@ NODES: list[type[io.ComfyNode]] = [
 
 
 class TreeGRPOExtension(ComfyExtension):
-    """All nodes of the pack."""
+    """All nodes of the pack, and the routes of those that ask in the browser."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        # Not in on_load, which ComfyUI 0.3.75 does not call.
+        server = host.server()
+        if server is not None:
+            add_routes(server.routes)
         return NODES

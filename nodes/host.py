@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -276,3 +277,23 @@ def release_memory() -> None:
 def progress(total: int, node_id: str | None = None) -> Any:
     """ComfyUI's progress bar on the node that runs."""
     return comfy.utils.ProgressBar(total, node_id=node_id)
+
+
+def running_prompt() -> str:
+    """Id of the queued graph that runs; empty where the host does not say."""
+    from comfy_execution.utils import get_executing_context
+
+    context = get_executing_context()
+    return context.prompt_id if context else ""
+
+
+def server() -> Any:
+    """ComfyUI's web server, or None where the nodes are used without one."""
+    # Looked up, not imported: without a server running, the module does not even import.
+    module = sys.modules.get("server")
+    return getattr(getattr(module, "PromptServer", None), "instance", None)
+
+
+def tell_pages(event: str, data: dict[str, Any]) -> None:
+    """Send a message to every open page."""
+    server().send_sync(event, data)

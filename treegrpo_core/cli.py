@@ -1,4 +1,4 @@
-"""``treegrpo export`` and ``inspect``: LoRA files for other programs; ``treegrpo serve-reward``: a reward as a server.
+"""The command ``treegrpo``: LoRA files for other programs, judgements as a dataset, a reward as a server.
 
 The same as ``python -m treegrpo_core.cli``.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .architectures import ARCHITECTURES, Architecture, architecture_named
+from .human_log import write_dataset
 from .lora import FORMATS, read_lora, write
 from .lora.inspect import describe
 
@@ -52,13 +53,19 @@ def serve_reward(options: argparse.Namespace) -> str:
     return serve(options.name, options.source, options.host, options.port, options.models, say)
 
 
+def human(options: argparse.Namespace) -> str:
+    """Write what people judged in a run as a dataset; returns what to print."""
+    count = write_dataset(options.run, options.output)
+    return f"{options.output}: {count} judged prompts; their pictures are in {options.run}"
+
+
 def _family(options: argparse.Namespace) -> Architecture | None:
     return architecture_named(options.architecture) if options.architecture else None
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="treegrpo", description="LoRA files of TreeGRPO and of other programs; rewards."
+        prog="treegrpo", description="LoRA files of TreeGRPO and of other programs; rewards and judgements."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command, text in (
@@ -82,6 +89,11 @@ def _parser() -> argparse.ArgumentParser:
                 help="leave out adapters of text encoders, which the formats here do not carry",
             )
     _add_serve_reward(commands)
+    text = "Write the judgements of TreeGRPO Human Reward as a dataset: one JSON line per judged prompt."
+    added = commands.add_parser("human", help=text, description=text)
+    added.set_defaults(command=human)
+    added.add_argument("run", type=Path, metavar="RUN_FOLDER", help="folder of the run, output/treegrpo/<run>")
+    added.add_argument("--output", required=True, type=Path, metavar="PATH", help="new file to write (.jsonl)")
     return parser
 
 

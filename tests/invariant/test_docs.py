@@ -78,7 +78,7 @@ NODES = schemas()
 
 
 def test_every_node_has_a_help_page_and_every_help_page_a_node() -> None:
-    assert len({node.node_id for node in NODES}) == len(NODES) == 18
+    assert len({node.node_id for node in NODES}) == len(NODES) == 19
     assert {page.name for page in HELP.iterdir()} == {f"{node}.md" for node in NODES}
 
 
@@ -143,10 +143,19 @@ def test_the_page_of_families_says_what_the_table_says() -> None:
     ]
 
 
-def test_the_help_pages_bring_no_script() -> None:
+def test_the_only_scripts_are_those_of_the_web_folder_itself_and_they_load_nothing_from_outside() -> None:
+    """The host loads every .js under web/, so none may lie among the help pages."""
     folders = [Path("web"), Path("docs")]
     scripts = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in {".js", ".mjs"}]
-    assert scripts == []
+    assert {path.parent for path in scripts} == {ROOT / "web"}
+    for path in scripts:
+        text = path.read_text(encoding="utf-8")
+        assert "://" not in text
+        assert set(re.findall(r'from "([^"]+)"', text)) <= {
+            "../../scripts/api.js",
+            "../../scripts/app.js",
+            *(f"./{other.name}" for other in scripts if other.suffix == ".mjs"),
+        }
 
 
 def test_the_page_of_rewards_says_what_the_registry_says() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any
 
 import comfy.cldm.cldm
@@ -86,6 +87,18 @@ class TestRewards(io.ComfyNode):
     @classmethod
     def execute(cls, count: int) -> io.NodeOutput:
         return io.NodeOutput([float(7 * index % count) for index in range(count)])
+
+
+class TestFloats(io.ComfyNode):
+    """The numbers of a JSON list."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(cls, [io.String.Input("values")], [io.Float.Output(is_output_list=True)])
+
+    @classmethod
+    def execute(cls, values: str) -> io.NodeOutput:
+        return io.NodeOutput([float(value) for value in json.loads(values)])
 
 
 class TestLeaves(io.ComfyNode):
@@ -198,6 +211,7 @@ class Extension(ComfyExtension):
             TestRandomModel,
             TestInspect,
             TestRewards,
+            TestFloats,
             TestLeaves,
             TestValues,
             TestFilmVAE,
