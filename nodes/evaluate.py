@@ -77,7 +77,7 @@ class Evaluate(io.ComfyNode):
     ) -> io.NodeOutput:
         run = policy.run
         guided, texts = guided_policy(policy, guider, sigmas, latent, prompts)
-        done = {entry.iteration for entry in read_evaluations(run.folder)}
+        done = {entry.iteration for entry in read_evaluations(run.folder, texts)}
         pictures: Any = ExecutionBlocker(None)
         for iteration in (0, run.iteration):
             starts_here = iteration > 0 or not run.settings.start_from
@@ -85,10 +85,13 @@ class Evaluate(io.ComfyNode):
                 continue
             with run.adapter.disabled() if iteration == 0 else nullcontext():
                 pictures = decode_latents(guider, drawn(guided, noise, texts), vae)
-            scores = score_each(reward, pictures, list(texts))
-            add_evaluation(run.folder, Evaluation.of(iteration, [each.reward.name for each in reward], scores))
+            frames = len(pictures) // len(texts)
+            asked = [text for text in texts for _ in range(frames)]
+            scores = score_each(reward, pictures, asked).unflatten(1, (-1, frames)).mean(2)
+            names = [each.reward.name for each in reward]
+            add_evaluation(run.folder, Evaluation.of(iteration, texts, names, scores))
             done.add(iteration)
-        curve = [{"iteration": entry.iteration, **entry.means} for entry in read_evaluations(run.folder)]
+        curve = [{"iteration": entry.iteration, **entry.means} for entry in read_evaluations(run.folder, texts)]
         lines = [
             ", ".join(f"{name} {value:.4g}" for name, value in entry.items()) for entry in curve[:1] + curve[1:][-1:]
         ]

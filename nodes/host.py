@@ -6,7 +6,9 @@ import copy
 import hashlib
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,6 +83,29 @@ def stop_if_interrupted() -> None:
     comfy.model_management.throw_exception_if_processing_interrupted()
 
 
+def interruptible(work: Callable[[], T]) -> T:
+    """``work()``, which waits for another computer; a cancel ends the waiting here, and what still comes is dropped."""
+    outcome: list[Callable[[], T]] = []
+
+    def run() -> None:
+        try:
+            value = work()
+            outcome.append(lambda: value)
+        except BaseException as error:
+            outcome.append(partial(_raise, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.3)
+        stop_if_interrupted()
+    return outcome[0]()
+
+
+def _raise(error: BaseException) -> Any:
+    raise error
+
+
 def prediction_of(patcher: Any) -> Prediction:
     """The family of kernels that fits a model's sampling object; ValueError if none does."""
     model_sampling = patcher.get_model_object("model_sampling")
@@ -104,6 +129,11 @@ def schedule(patcher: Any, scheduler: str, steps: int) -> Tensor:
     """Sigmas (steps + 1,) of one of ComfyUI's schedulers under the model's own sampling object, ending at 0."""
     sampling = patcher.get_model_object("model_sampling")
     return comfy.samplers.calculate_sigmas(sampling, scheduler, steps).cpu()
+
+
+def has_weight_patches(patcher: Any) -> bool:
+    """Whether a LoRA or a merge lies on the diffusion model's weights."""
+    return any(name.startswith("diffusion_model.") for name in patcher.patches)
 
 
 def fingerprint(patcher: Any) -> str:
@@ -183,11 +213,12 @@ def free_memory(patcher: Any) -> int:
 def warn_of_double_guidance(guider: Any) -> None:
     """CFG on top of a guidance that was distilled into the model burns pictures; it is allowed, but seldom meant."""
     config = guider.model_patcher.model.model_config.unet_config
-    if config.get("guidance_embed") and getattr(guider, "cfg", 1.0) != 1.0:
+    scales = [getattr(guider, name) for name in ("cfg", "cfg1", "cfg2") if hasattr(guider, name)]
+    if config.get("guidance_embed") and any(scale != 1.0 for scale in scales):
         log.warning(
             "TreeGRPO: the guider's cfg is %s, but guidance is distilled into this model; use BasicGuider with "
             "FluxGuidance, or cfg 1",
-            guider.cfg,
+            ", ".join(map(str, scales)),
         )
 
 
@@ -235,7 +266,14 @@ def fix_latent(model: Any, latent: dict[str, Any], prompts: int) -> Tensor:
     if latent.get("noise_mask") is not None:
         raise ValueError("latent: it carries an inpainting mask, which TreeSampler does not support; remove the mask")
     samples = comfy.sample.fix_empty_latent_channels(model, latent["samples"])
-    channels = model.get_model_object("latent_format").latent_channels
+    latent_format = model.get_model_object("latent_format")
+    channels, dimensions = latent_format.latent_channels, latent_format.latent_dimensions
+    if samples.ndim != dimensions + 2:
+        kinds = {2: "pictures", 3: "films"}
+        raise ValueError(
+            f"latent: it has {samples.ndim - 2} dimensions (height, width, and for films frames), but this model makes "
+            f"{kinds.get(dimensions, 'latents')} of {dimensions}; use the empty latent node of its family"
+        )
     if samples.shape[1] != channels:
         raise ValueError(
             f"latent: it has {samples.shape[1]} channels, this model works with {channels}; "

@@ -10,6 +10,7 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from ..treegrpo_core.human import MODES, Judging
+from ..treegrpo_core.rewards import check_pictures
 from ..treegrpo_core.tree import Rewards, Tree, timed
 from . import host
 from .guided import GuidedPolicy
@@ -89,8 +90,11 @@ class HumanReward(io.ComfyNode):
     ) -> io.NodeOutput:
         if tree.rewards and NAME in tree.rewards.names:
             raise ValueError("tree: it has a human reward already; use one TreeGRPO Human Reward per tree")
+        if not weight and not (tree.rewards and any(tree.rewards.weights)):
+            raise ValueError("weight is 0 and the tree has no other reward to train on; judging would be in vain")
         start = time.perf_counter()
         images = decode(tree, vae)
+        check_pictures(images, [""] * len(images))
         frames = len(images) // (tree.plan.leaves * len(tree.prompts))
         shown = images[frames // 2 :: frames]
         tree.growth.thumbnails = thumbnails(shown, len(tree.prompts))

@@ -56,10 +56,15 @@ def open_run(patcher: Any, name: str, settings: RunSettings, if_run_exists: str)
 
 
 def _start(settings: RunSettings) -> dict[str, dict[str, Tensor]]:
-    """The layers of the LoRA file to start from."""
+    """The layers of the LoRA file to start from; whether the model has them, the adapter will say."""
     path, known = _lora_path(settings.start_from), architecture_named(settings.architecture)
-    file = read_lora(path, architecture=None if known == OTHER else known)
-    return file.layers
+    try:
+        return read_lora(path, architecture=None if known == OTHER else known).layers
+    except ValueError as error:
+        try:  # a variant of the family with layers of its own, in ComfyUI's names
+            return read_lora(path).layers
+        except ValueError:
+            raise error from None
 
 
 def _lora_path(name: str) -> Path:
@@ -192,6 +197,11 @@ class Policy(io.ComfyNode):
         target_pattern: str = "",
     ) -> io.NodeOutput:
         host.prediction_of(model)
+        if adapter == "dora" and host.has_weight_patches(model):
+            raise ValueError(
+                "adapter: dora works with the size of the weights, and those of this model are patched by a LoRA or a "
+                "merge in front, which ComfyUI applies later; use the adapter lora, or save the merged model first"
+            )
         settings = RunSettings(
             base=host.fingerprint(model),
             rank=rank,

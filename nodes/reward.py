@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,7 +143,8 @@ def score_each(rewards: list[WeightedReward], images: Tensor, prompts: list[str]
         module = module_of(entry.reward)
         if module is not None:
             host.load_weights(module)
-        rows.append(score([entry], images, prompts))
+        work = partial(score, [entry], images, prompts)
+        rows.append(host.interruptible(work) if getattr(entry.reward, "waits", False) else work())
     return torch.cat(rows)
 
 

@@ -38,8 +38,9 @@ def locate(checkpoint: Checkpoint, *, download: bool) -> Path:
     """The checkpoint's file: in a folder of reward models, in ComfyUI itself, or fetched if ``download`` is set."""
     folders = host.reward_folders()
     for folder in folders:
-        path = (folder / checkpoint.file).resolve()
-        if not path.is_relative_to(folder.resolve()):
+        # Of the name alone, because files and folders inside may well be links to a store elsewhere.
+        path = Path(os.path.normpath(folder / checkpoint.file))
+        if "\0" in checkpoint.file or not path.is_relative_to(os.path.normpath(folder)):
             raise ValueError(f"source: {checkpoint.file!r} is outside models/reward_models; give a name inside it")
         if path.is_file():
             check(path, checkpoint)

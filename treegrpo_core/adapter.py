@@ -232,21 +232,28 @@ class Adapter:
             held = f"holds {', '.join(sorted(kinds))}" if kinds else "is a LoRA"
             raise ValueError(
                 f"only a LoRA can be started from, and only by the adapter kinds lora and rslora; the file {held}, "
-                f"the adapter is {self.kind}"
+                f"the adapter is {self.kind}. Choose one of these kinds, or put the file in front of TreeGRPOPolicy "
+                "with Load LoRA"
             )
-        if unknown := sorted(layers.keys() - self.layers.keys()):
+        unknown = sorted(layers.keys() - self.layers.keys())
+        if convolutions := [name for name in unknown if layers[name]["lora_A.weight"].ndim > 2]:
+            raise ValueError(
+                f"the LoRA adapts {len(convolutions)} convolutions, such as {convolutions[0]}, which TreeGRPO does not "
+                "train; put it in front of TreeGRPOPolicy with Load LoRA instead, and train a new adapter on top"
+            )
+        if unknown:
             raise ValueError(
                 f"the LoRA adapts {len(unknown)} layers that are not among the targets, such as {unknown[0]}; choose "
                 f"targets that include them, or another LoRA (this one may be of another model family)"
             )
         state = self.state_dict()
         for name, parts in layers.items():
-            a, b = parts["lora_A.weight"].float(), parts["lora_B.weight"].float()
+            a, b = (parts[f"lora_{half}.weight"].float().flatten(1) for half in "AB")
             own_a, own_b = state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"]
             rank = a.shape[0]
             if rank > self.rank:
                 raise ValueError(f"the LoRA has rank {rank} in {name}, the adapter {self.rank}; set rank to {rank}")
-            if a.shape[1] != own_a.shape[1] or b.shape[0] != own_b.shape[0]:
+            if a.shape[1] != own_a.shape[1] or b.shape != (own_b.shape[0], rank):
                 raise ValueError(
                     f"the LoRA's {name} maps {a.shape[1]} to {b.shape[0]} numbers, the model's {own_a.shape[1]} to "
                     f"{own_b.shape[0]}: it belongs to another model"

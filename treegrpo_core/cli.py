@@ -20,10 +20,12 @@ from .lora.inspect import describe
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, or 2 with one line on stderr if it could not be done."""
+    from safetensors import SafetensorError
+
     options = _parser().parse_args(arguments)
     try:
         print(options.command(options))
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, OverflowError, ImportError, SafetensorError) as error:
         print(f"treegrpo: {error}", file=sys.stderr)
         return 2
     return 0

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from .files import write_atomically
-
-FILE = "evaluation.jsonl"
+from .files import append_line, read_lines
+from .run import EVALUATIONS
 
 
 class Evaluation(BaseModel):
@@ -19,27 +18,26 @@ class Evaluation(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     iteration: int
+    prompts: list[str]
     scores: dict[str, list[float]]
     """Of every reward, one number per picture, in the order of the prompts."""
 
     @classmethod
-    def of(cls, iteration: int, names: list[str], scores: Tensor) -> Evaluation:
-        """scores: (R, N)."""
-        return cls(iteration=iteration, scores=dict(zip(names, scores.tolist(), strict=True)))
+    def of(cls, iteration: int, prompts: Sequence[str], names: list[str], scores: Tensor) -> Evaluation:
+        """scores: (R, N) for N prompts."""
+        return cls(iteration=iteration, prompts=list(prompts), scores=dict(zip(names, scores.tolist(), strict=True)))
 
     @property
     def means(self) -> dict[str, float]:
-        return {name: sum(values) / len(values) for name, values in self.scores.items()}
+        return {name: sum(values) / len(values) for name, values in self.scores.items() if values}
 
 
-def read_evaluations(folder: Path) -> list[Evaluation]:
-    """All evaluations of a run, in the order they were made; a half-written last line is left out."""
-    path = folder / FILE
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [Evaluation(**json.loads(line)) for line in text.splitlines()[: text.count("\n")]]
+def read_evaluations(folder: Path, prompts: Sequence[str]) -> list[Evaluation]:
+    """The evaluations of a run on these very prompts, in the order they were made: others do not compare."""
+    found = read_lines(folder / EVALUATIONS, Evaluation.model_validate_json)
+    return [entry for entry in found if entry.prompts == list(prompts)]
 
 
 def add_evaluation(folder: Path, evaluation: Evaluation) -> None:
-    """Append one line, as a whole even after an earlier half-written one."""
-    lines = [entry.model_dump_json() for entry in (*read_evaluations(folder), evaluation)]
-    write_atomically(folder / FILE, lambda path: Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8"))
+    """Append one line."""
+    append_line(folder / EVALUATIONS, evaluation.model_dump_json())

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from .files import append_line, read_lines
 from .human import Answer, Mode, Undo, scores
 
 LOG, PICTURES = "human.jsonl", "human"
@@ -54,23 +55,15 @@ def append(run: Path, judgement: Judgement, pictures: Sequence[bytes]) -> None:
         path = folder / f"{name}.jpg"
         if not path.exists():
             path.write_bytes(picture)
-    with (run / LOG).open("a", encoding="utf-8") as log:
-        log.write(judgement.model_dump_json() + "\n")
+    append_line(run / LOG, judgement.model_dump_json())
 
 
 def read_log(run: Path) -> list[Judgement]:
-    """All judgements in a run's folder, oldest first. ValueError if there are none or a line is not one."""
+    """All judgements in a run's folder, oldest first. ValueError if nothing was judged there."""
     path = run / LOG
     if not path.is_file():
         raise ValueError(f"{run}: it has no {LOG}; give the folder of a run that was judged by TreeGRPO Human Reward")
-    found = []
-    text = path.read_text(encoding="utf-8")
-    for number, line in enumerate(text.splitlines()[: text.count("\n")], 1):  # a crash can leave half a line at the end
-        try:
-            found.append(Judgement.model_validate_json(line))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: it is no judgement; remove or correct it ({error})") from None
-    return found
+    return read_lines(path, Judgement.model_validate_json)
 
 
 def read_dataset(run: Path) -> list[dict[str, Any]]:
@@ -79,7 +72,8 @@ def read_dataset(run: Path) -> list[dict[str, Any]]:
     for line in read_log(run):
         prompts = groups.setdefault(line.session, {})
         if isinstance(line.answer, Undo):
-            prompts[line.prompt_index].pop()
+            if prompts.get(line.prompt_index):
+                prompts[line.prompt_index].pop()
         else:
             prompts.setdefault(line.prompt_index, []).append(line)
     return [_row(lines) for prompts in groups.values() for lines in prompts.values() if lines]

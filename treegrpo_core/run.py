@@ -7,6 +7,7 @@ for bit.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,12 +18,14 @@ from torch import Tensor, nn
 
 from .adapter import Adapter
 from .architectures import OTHER, architecture_named
-from .files import check_name, write_atomically
+from .files import append_line, check_name, read_lines, write_atomically
 from .metrics import Metrics
 from .trainer import UpdateSettings, update
 from .tree import Tree
 
-STATE, LOG = "state.safetensors", "metrics.jsonl"
+warn = logging.getLogger("treegrpo")
+
+STATE, LOG, EVALUATIONS = "state.safetensors", "metrics.jsonl", "evaluation.jsonl"
 
 
 class RunSettings(BaseModel):
@@ -101,8 +104,9 @@ class Run:
         if start is not None:
             run.adapter.load_factors(start)
             run.average = run.adapter.state_dict()
-        if (folder / LOG).exists():  # of a run whose state is gone
-            (folder / LOG).replace(folder / f"old {LOG}")
+        for name in (LOG, EVALUATIONS):  # of a run whose state is gone
+            if (folder / name).exists():
+                (folder / name).replace(folder / f"old {name}")
         run.save(None)
         return run
 
@@ -157,15 +161,16 @@ class Run:
         return found.st_mtime_ns, found.st_ino, found.st_size
 
     def follow_disk(self) -> None:
-        """Reload if the state file is not the one this run wrote or read last."""
+        """Reload if the state file is not the one this run wrote or read last; ValueError if it is another run's."""
         if self.on_disk != self._known:
+            self._check_settings(self.name, _read_metadata(self.folder / STATE)["settings"], self.settings)
             self.reload()
 
     def reload(self) -> None:
         """Set adapter, optimizer and iteration to the state on disk."""
         from safetensors.torch import load_file
 
-        self._known = self.on_disk
+        known = self.on_disk
         metadata = _read_metadata(self.folder / STATE)
         tensors = load_file(self.folder / STATE)
         self.adapter.load_state_dict(_with_prefix(tensors, "adapter."))
@@ -175,8 +180,9 @@ class Run:
         self.iteration = int(metadata["iteration"])
         self._complete_log(metadata["metrics"])
         entries = self.log()
-        self.losses = [entry["loss"] for entry in entries]
-        self.replay_noise = entries[-1].get("replay_noise", 0.0) if entries else 0.0
+        self.losses = [entry.get("loss") or 0.0 for entry in entries]
+        self.replay_noise = (entries[-1].get("replay_noise") or 0.0) if entries else 0.0
+        self._known = known  # only now: a file that could not be read is tried again
 
     def update(self, trees: Sequence[Tree], settings: UpdateSettings) -> Metrics:
         """One update, saved to disk before it counts. If it fails, the run is set back to its last saved state."""
@@ -217,25 +223,22 @@ class Run:
         write_atomically(self.folder / STATE, lambda path: save_file(tensors, path, metadata))
         self._known = self.on_disk
         if metrics:
-            with (self.folder / LOG).open("a", encoding="utf-8") as log:
-                log.write(line + "\n")
+            try:
+                append_line(self.folder / LOG, line)
+            except OSError as error:  # the update counts: the state is saved, with this line in its header
+                warn.warning("TreeGRPO: run %s: %s cannot be written (%s)", self.name, self.folder / LOG, error)
 
     def log(self) -> list[dict[str, Any]]:
         """All metrics so far, one dictionary per update."""
-        return [json.loads(line) for line in self._log_lines()]
-
-    def _log_lines(self) -> list[str]:
-        """The complete lines of the log; a crash can leave half a line at the end."""
-        path = self.folder / LOG
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        return text.splitlines()[: text.count("\n")]
+        return read_lines(self.folder / LOG, _entry)
 
     def _complete_log(self, last: str) -> None:
         """A crash between state and log leaves the last line only in the state file: write it now."""
-        lines = self._log_lines()
-        if last and len(lines) < self.iteration:
-            text = "\n".join([*lines, last]) + "\n"
-            write_atomically(self.folder / LOG, lambda path: Path(path).write_text(text, encoding="utf-8"))
+        entries, path = self.log(), self.folder / LOG
+        if last and (not entries or entries[-1].get("iteration") != self.iteration - 1):
+            text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+            whole = text[: text.rfind("\n") + 1]
+            write_atomically(path, lambda place: Path(place).write_text(f"{whole}{last}\n", encoding="utf-8"))
 
     def _optimizer_state(self) -> dict[str, Tensor]:
         return {
@@ -255,6 +258,14 @@ class Run:
                     for key, value in state.items()
                 }
                 self.optimizer.state[parameter] = moments
+
+
+def _entry(line: str) -> dict[str, Any]:
+    """A line of the log; ValueError if it is none."""
+    entry = json.loads(line)
+    if not isinstance(entry, dict) or not isinstance(entry.get("rewards"), dict):
+        raise ValueError("it is not the metrics of an update")
+    return entry
 
 
 def _shown(value: Any) -> str:

@@ -96,7 +96,7 @@ def warnings(log: Sequence[Mapping[str, Any]], weights: Mapping[str, float]) -> 
 def _change(first: Sequence[Mapping[str, Any]], last: Sequence[Mapping[str, Any]], name: str) -> float:
     """Difference of a reward's means, 0 if it is within :data:`STANDARD_ERRORS`."""
     old, new = (
-        torch.tensor([entry["rewards"][name] for entry in part if name in entry["rewards"]], dtype=torch.float64)
+        torch.tensor([value for entry in part if _is_number(value := entry["rewards"].get(name))], dtype=torch.float64)
         for part in (first, last)
     )
     if len(old) < 2 or len(new) < 2:
@@ -107,5 +107,10 @@ def _change(first: Sequence[Mapping[str, Any]], last: Sequence[Mapping[str, Any]
 
 
 def _mean(entries: Sequence[Mapping[str, Any]], key: str) -> float:
-    values = [entry[key] for entry in entries if entry.get(key) is not None]
+    values = [entry[key] for entry in entries if _is_number(entry.get(key))]
     return sum(values) / len(values) if values else 0.0
+
+
+def _is_number(value: Any) -> bool:
+    """Logs of a NaN or of older versions hold others."""
+    return isinstance(value, (int, float)) and math.isfinite(value)

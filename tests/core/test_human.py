@@ -197,7 +197,7 @@ def test_the_command_writes_the_dataset_and_overwrites_nothing(tmp_path, capsys)
     assert "has no human.jsonl" in capsys.readouterr().err
 
 
-def test_a_damaged_line_is_named(tmp_path):
+def test_a_damaged_line_is_named_and_left_out(tmp_path, caplog):
     (tmp_path / "human.jsonl").write_text('{"time": 1}\n')
-    with pytest.raises(ValueError, match="line 1"):
-        read_log(tmp_path)
+    assert read_log(tmp_path) == []
+    assert "human.jsonl, line 1 is left out" in caplog.text

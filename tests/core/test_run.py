@@ -9,7 +9,7 @@ import pytest
 import torch
 from toy import ToyModel, grow_toy, toy_run, with_rewards
 
-from treegrpo_core.files import check_name
+from treegrpo_core.files import append_line, check_name, read_lines
 from treegrpo_core.run import Run, RunSettings, known_runs
 from treegrpo_core.trainer import UpdateSettings
 
@@ -175,7 +175,7 @@ def test_settings_are_checked():
 
 def test_another_state_file_of_the_same_count_is_noticed(tmp_path):
     run, policy = toy_run(tmp_path, "one")
-    other, other_policy = toy_run(tmp_path, "two", seed=5)
+    other, other_policy = toy_run(tmp_path, "two", learning_rate=1e-3)
     train(run, policy, 2)
     train(other, other_policy, 2)
     state = other.adapter.state_dict()
@@ -196,3 +196,12 @@ def test_a_run_whose_folder_is_gone_says_so_and_trains_nothing(tmp_path):
         train(run, policy, 1)
     assert all(torch.equal(before[name], value) for name, value in run.adapter.state_dict().items())
     assert not run.folder.exists()
+
+
+@pytest.mark.parametrize("half", ["", '{"iteration": 2, "rew'])
+def test_lines_of_a_log_stay_apart_whatever_lies_between(tmp_path, caplog, half):
+    path = tmp_path / "log.jsonl"
+    path.write_text(f'["a\u2028b"]\n\nodd\n{half}', encoding="utf-8")
+    append_line(path, '["c"]')
+    assert read_lines(path, json.loads) == [["a\u2028b"], ["c"]]
+    assert f"{path}, line 3 is left out" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -175,8 +176,21 @@ def broken(path):
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def convolution():
+    name = "diffusion_model.x_embedder.proj"
+    return {f"{name}.lora_A.weight": torch.ones(4, 16, 2, 2), f"{name}.lora_B.weight": torch.ones(192, 4, 1, 1)}
+
+
 FILES = {
-    "a LoRA of another family": (lambda path: save_file(lora_of_sd15(), path), "SD3 has no layers input_blocks"),
+    "convolutions": (lambda path: save_file(convolution(), path), "adapts 1 convolutions.*in front of TreeGRPOPolicy"),
+    "numbers that are no weights": (
+        lambda path: save_file({key: value.int() for key, value in lora_of_the_model().items()}, path),
+        "no weights of an adapter",
+    ),
+    "a LoRA of another family": (
+        lambda path: save_file(lora_of_sd15(), path),
+        "not among the targets, such as input_blocks",
+    ),
     "a LoRA of a higher rank": (lambda path: save_file(lora_of_the_model(rank=8), path), "set rank to 8"),
     "rank 0": (lambda path: save_file(lora_of_the_model(rank=0), path), "are no LoRA"),
     "NaN": (lambda path: save_file(lora_of_the_model(math.nan), path), "joint_blocks.0.x_block.attn.proj.*NaN"),
@@ -210,3 +224,46 @@ def test_guidance_on_a_distilled_model_is_warned_of(comfy, run_name):
         graph.inputs(graph.find("TreeSampler"))["guider"] = guider[0]
         comfy.run(graph)
         assert ("guidance is distilled into this model" in comfy.log()[said:]) == warned
+
+
+def test_a_film_for_a_model_of_pictures(comfy, nodes):
+    film = nodes.graph.add("EmptyHunyuanLatentVideo", width=64, height=64, length=9, batch_size=1)
+    nodes.set("sampler", latent=film[0])
+    with pytest.raises(ExecutionError, match="latent: it has 3 dimensions .* this model makes pictures of 2"):
+        comfy.run(nodes.graph)
+
+
+def test_dora_on_patched_weights(comfy, graph, run_name):
+    nodes = training(graph, run_name).set("policy", adapter="dora")
+    path = comfy.base / "models" / "loras" / f"{run_name}.safetensors"
+    save_file(lora_of_the_model(0.01), path)
+    loaded = graph.add("LoraLoaderModelOnly", model=nodes.model[0], lora_name=path.name, strength_model=1.0)
+    nodes.set("policy", model=loaded[0])
+    with pytest.raises(ExecutionError, match="adapter: dora works with the size of the weights"):
+        comfy.run(graph)
+    assert not (comfy.output / "treegrpo" / run_name).exists()
+
+
+@pytest.mark.parametrize("line", ["garbage", "", "[]", '{"rewards": null}'])
+def test_an_odd_line_in_the_log_is_left_out(comfy, nodes, run_name, line):
+    path = comfy.output / "treegrpo" / run_name / "metrics.jsonl"
+    path.write_text(path.read_text() + line + "\n")
+    comfy.run(nodes.graph)
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_a_state_file_of_other_settings_is_refused_until_it_is_put_right(comfy, nodes, run_name):
+    other = f"{run_name} other"
+    comfy.run(training(Graph(), other).set("policy", alpha=40.0).graph)
+    folder = comfy.output / "treegrpo"
+    mine = (folder / run_name / "state.safetensors").read_bytes()
+    shutil.copyfile(folder / other / "state.safetensors", folder / run_name / "state.safetensors")
+    for _ in range(2):
+        with pytest.raises(ExecutionError, match="started with alpha 40.0, not 4.0"):
+            comfy.run(nodes.graph)
+    (folder / run_name / "state.safetensors").write_bytes(mine[:-100])
+    for _ in range(2):
+        with pytest.raises(ExecutionError, match="not a complete safetensors file"):
+            comfy.run(nodes.graph)
+    (folder / run_name / "state.safetensors").write_bytes(mine)
+    comfy.run(nodes.graph)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
+import time
 
 import numpy as np
 import pytest
 from graphs import training
 from safetensors.numpy import load_file
 
-from tools.client import ExecutionError, Graph
+from tools.client import ExecutionError, Graph, InterruptedRunError
 
 HELD_OUT = ["tiger on red", "small pear on pink", "penguin on green"]
 
@@ -52,6 +55,18 @@ def test_the_curve_begins_with_the_base_model_and_grows_with_the_run(comfy, grap
     again = curve_of(comfy, run_name)
     assert again[:3] == curve
     assert [entry["iteration"] for entry in again] == [0, 2, 4, 6, 8]
+
+
+def test_other_prompts_make_a_curve_of_their_own(comfy, graph, run_name):
+    nodes, evaluate = evaluated(graph, run_name)
+    comfy.run(graph)
+    encode = graph.add("TreeGRPOEncode", clip=nodes.model[1], prompts="pear on blue")
+    guider = graph.add("BasicGuider", model=nodes.policy[1], conditioning=encode[0])
+    graph.inputs(evaluate).update(guider=guider[0], prompts=encode[1])
+    comfy.run(graph)
+    curve = curve_of(comfy, run_name)
+    places = {count: [entry["iteration"] for entry in curve if len(entry["prompts"]) == count] for count in (3, 1)}
+    assert places == {3: [0, 2, 4], 1: [0, 6, 8]}
 
 
 def test_evaluating_changes_nothing_in_the_training(comfy, graph, run_name):
@@ -103,3 +118,15 @@ def test_numbers_of_other_nodes_stand_beside_our_rewards(comfy, graph, run_name)
     assert metrics["reward_mean"] == pytest.approx(metrics["rewards"]["jpeg"])
     assert set(metrics["correlation"]) == {"jpeg, mine"}
     assert 0 < metrics["diversity"] < 1
+
+
+def test_cancel_ends_the_waiting_for_another_computer(comfy, graph, run_name):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never answers
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+        training(graph, run_name).set("reward", name="remote", source=address)
+        begun = time.monotonic()
+        threading.Timer(6.0, lambda: comfy.request("/interrupt", {})).start()
+        with pytest.raises(InterruptedRunError):
+            comfy.run(graph)
+        assert time.monotonic() - begun < 20
+    assert not (comfy.output / "treegrpo" / run_name / "metrics.jsonl").exists()

@@ -129,7 +129,7 @@ def read_any(path: Path, architecture: Architecture | None = None) -> Found:
         return Found(LoraFile(_native_layers(path, by_name, found), header, found), format_, text_encoder)
     if format_ != "comfyui" or architecture:
         raise ValueError(f"{path.name}: {no_family(by_name, architecture)}")
-    # ComfyUI takes any name of its own models here, also of families that the table does not have.
+    # ComfyUI takes any name of its own models here, also of families and variants that the table does not have.
     inputs = {name: layer[parts.A].shape[1] for name, layer in by_name.items() if parts.A in layer}
     family = named_architecture(header) or architecture_from_layers(inputs)
     return Found(LoraFile(dict(by_name), header, family), format_, text_encoder)

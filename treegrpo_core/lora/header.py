@@ -126,11 +126,19 @@ def _peft_settings(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def alpha_of_diffusers(header: Mapping[str, str], layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Alpha of the layers that have none of their own, where diffusers' settings in the header give one."""
+    """Alpha of the layers that have none of their own, where diffusers' settings in the header give one.
+
+    ValueError if those settings are not what diffusers writes.
+    """
     try:
-        settings = json.loads(header.get("lora_adapter_metadata", "{}"))
-    except json.JSONDecodeError:
-        settings = {}
+        return _alpha_of_settings(json.loads(header.get("lora_adapter_metadata", "{}")), layers)
+    except (TypeError, AttributeError, ValueError, re.error) as error:
+        raise ValueError(
+            f"the header's lora_adapter_metadata, which says how strong the LoRA is, cannot be understood ({error})"
+        ) from None
+
+
+def _alpha_of_settings(settings: Any, layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     own = {key.split(".", 1)[1]: value for key, value in settings.items() if key.startswith(("unet.", "transformer."))}
     if "lora_alpha" not in own:
         return {}

@@ -43,12 +43,17 @@ def describe(path: Path, architecture: Architecture | None = None) -> str:
         lines["text encoders"] = f"{len(found.text_encoder)} keys, which export leaves out only on purpose"
     for to in FORMATS:
         more = [program for program in loaded_by(file.architecture, to, kinds) if program not in _loaders(found, kinds)]
-        if to != found.format and more:
+        if to != found.format and more and "DoRA" not in kinds:
             lines[f"as {to} also in"] = ", ".join(more)
     if any(_sort(name, file.architecture) == "other" for name in file.layers):
         lines["note"] = "the programs are known for attention and MLP layers; the others of this file may be refused"
     width = max(map(len, lines))
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items() if text)
+    return "\n".join(f"{name:<{width}}  {_one_line(text)}" for name, text in lines.items() if text)
+
+
+def _one_line(text: str) -> str:
+    """Without the control characters with which a header could forge lines or steer the terminal."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _loaders(found: Found, kinds: set[str]) -> list[str]:

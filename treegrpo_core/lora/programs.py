@@ -39,11 +39,16 @@ LoHa, and of LoKr other names.
 
 
 def loaded_by(architecture: Architecture, to: str, kinds: set[str]) -> list[str]:
-    """The programs that load a file of a family in a format with these kinds of adapters."""
+    """The programs that load a file of a family in a format with these kinds of adapters.
+
+    Programs differ in what a DoRA's magnitudes mean, so each only has those of its own format.
+    """
     return [
         program
         for program, formats in PROGRAMS.items()
-        if _includes(formats, to, architecture.name) and (program != "diffusers" or kinds <= {"LoRA", "DoRA"})
+        if _includes(formats, to, architecture.name)
+        and (program != "diffusers" or kinds <= {"LoRA", "DoRA"})
+        and ("DoRA" not in kinds or (to == "diffusers") == (program == "diffusers"))
     ]
 
 

@@ -40,8 +40,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             f"{path.name} is not a complete safetensors file ({error}); export or download it again"
         ) from None
     for name, value in tensors.items():
-        if value.is_floating_point() and not value.isfinite().all():
+        if not value.is_floating_point() and not name.endswith(".alpha"):
+            raise ValueError(f"{path.name}: {name} holds {value.dtype}, which are no weights of an adapter")
+        if not value.float().isfinite().all():  # float: of 8-bit numbers torch cannot tell
             raise ValueError(f"{path.name}: {name} holds NaN or infinity; the file is spoilt, use an earlier one")
+        if name.endswith(".alpha") and value.numel() != 1:
+            raise ValueError(f"{path.name}: {name} has {value.numel()} numbers, and alpha is one")
     return tensors
 
 

@@ -153,7 +153,8 @@ class Reward(Protocol):
     """Anything that scores pictures against their prompts; higher is better.
 
     A reward with weights has them in ``module``, an ``nn.Module`` that the host puts on the device before it scores and
-    takes off afterwards; others have none. A class is called with the keyword arguments ``source`` and ``locate`` of
+    takes off afterwards; others have none. One that waits for another computer says so by ``waits = True``, so that a
+    host can let its user end the waiting. A class is called with the keyword arguments ``source`` and ``locate`` of
     :func:`load_reward` if its :class:`RewardInfo` names a source or checkpoints, and else without arguments.
     """
 
@@ -262,6 +263,10 @@ def check_pictures(images: Tensor, prompts: list[str]) -> None:
         )
 
 
+_FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a reward's own code may raise; a host's interrupt is none of these."""
+
+
 def _scored(reward: Reward, images: Tensor, prompts: list[str]) -> Tensor:
     import torch
 
@@ -269,8 +274,8 @@ def _scored(reward: Reward, images: Tensor, prompts: list[str]) -> Tensor:
         return reward.score(images, prompts)
     except torch.cuda.OutOfMemoryError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, ValueError) and repr(reward.name) in str(error):
+    except _FAULTS as error:
+        if repr(reward.name) in str(error):
             raise
         height, width = images.shape[1:3]
         raise ValueError(

@@ -21,6 +21,7 @@ class RemoteReward:
     """The server's scores, unchanged. Pictures are sent as PNG files of 8 bits a channel."""
 
     name = "remote"
+    waits = True
 
     def __init__(self, source: str, locate: Any = None, *, timeout: float = 120.0, wait: float = 0.5) -> None:
         """Source: the server's address. ``timeout``, ``wait``: see :class:`Endpoint`. ValueError for no address."""

@@ -30,6 +30,7 @@ class VlmJudgeReward:
     """The number from 0 to 10 by which the model rates the picture against its prompt (:data:`RUBRIC`)."""
 
     name = "vlm_judge"
+    waits = True
 
     def __init__(self, source: str, locate: Any = None, *, timeout: float = 120.0, wait: float = 0.5) -> None:
         """Source: the address of the interface and the model's name, with a space between. ValueError for less."""

@@ -115,6 +115,9 @@ class Endpoint:
                 raise self.wrong(f"answered with more than {MAX_REPLY >> 10} KiB: is it a reward server?")
             if time.monotonic() > end:
                 raise TimeoutError
+        length = reply.headers.get("Content-Length")
+        if length and length.isdigit() and int(length) != len(read):
+            raise _TemporaryError(f"the connection broke after {len(read)} of {length} bytes")
         return read
 
     def _late(self) -> TimeoutError:
