@@ -1,8 +1,8 @@
 """Run as a program: ComfyUI's own models, tiny, of each family, with our LoRA files in ComfyUI's own loader.
 
 ``python host_probe.py COMFYUI FOLDER`` leaves in FOLDER for each family the weights (``<family>.weights``), the LoRA in
-each format (``<family>.<format>.safetensors``), and in ``report.json`` what ComfyUI could not load; for some families
-also the model's input and its output with the LoRA (``<family>.output``).
+each format (``<family>.<format>.safetensors``), the model's input and its outputs without and with the LoRA
+(``<family>.output``), and in ``report.json`` what ComfyUI could not load.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
         supported.Flux2,
         FLUX
         | {"image_model": "flux2", "mlp_ratio": 3.0, "qkv_bias": False, "ops_bias": False, "global_modulation": True}
-        | {"mlp_silu_act": True, "axes_dim": [8, 8, 8, 8], "vec_in_dim": None},
+        | {"mlp_silu_act": True, "axes_dim": [8, 8, 8, 8], "vec_in_dim": None, "theta": 2000}
+        | {"in_channels": 16, "out_channels": 16, "patch_size": 1},
     ),
     "Qwen-Image": (
         supported.QwenImage,
@@ -91,8 +92,9 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "Z-Image": (
         supported.ZImage,
-        NEXT_DIT | {"dim": 96, "n_heads": 3, "n_kv_heads": 3, "axes_dims": [8, 12, 12], "z_image_modulation": True}
-        | {"ffn_dim_multiplier": 8 / 3, "multiple_of": 8, "pad_tokens_multiple": 32},
+        NEXT_DIT | {"dim": 288, "n_heads": 9, "n_kv_heads": 9, "axes_dims": [8, 12, 12], "z_image_modulation": True}
+        | {"ffn_dim_multiplier": 8 / 3, "multiple_of": 8, "pad_tokens_multiple": 32, "rope_theta": 256.0}
+        | {"time_scale": 1000.0},  # fewer channels than 256 do not fit its time embedding
     ),
     "Lumina 2": (
         supported.Lumina2,
@@ -110,15 +112,16 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
 
 
 def built(kind: type, settings: dict[str, Any]) -> Any:
-    """ComfyUI's model object with random weights."""
+    """ComfyUI's model object with random weights; those of norms are about 1, so that no norm's epsilon matters."""
     config = kind(settings)
     config.unet_config.update(settings)  # ComfyUI's configuration classes put their own head sizes in
     model = config.get_model({}, "", device="cpu").float()
     generator = torch.Generator().manual_seed(0)
-    for parameter in (*model.parameters(), *model.buffers()):
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         if parameter.is_floating_point():
+            mean = 1.0 if parameter.ndim == 1 and name.endswith(("weight", "scale")) else 0.0
             with torch.no_grad():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+                parameter.copy_(mean + torch.randn(parameter.shape, generator=generator) * 0.1)
     return model
 
 
@@ -137,8 +140,8 @@ def random_lora(model: Any, name: str) -> LoraFile:
     return LoraFile(layers, {"treegrpo.run": "probe"}, architecture_named(name))
 
 
-def inputs_of(name: str) -> dict[str, torch.Tensor] | None:
-    """Inputs of the models whose outputs are compared."""
+def inputs_of(name: str) -> dict[str, torch.Tensor]:
+    """Inputs of a family's model."""
 
     def draw(*shape: int, seed: int) -> torch.Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -150,14 +153,21 @@ def inputs_of(name: str) -> dict[str, torch.Tensor] | None:
             "context": draw(2, 7, 48, seed=3),
         }
     if name == "SDXL":
-        return inputs_of("SD1.5") | {"y": draw(2, 80, seed=4)}  # type: ignore[operator]
+        return inputs_of("SD1.5") | {"y": draw(2, 80, seed=4)}
     if name == "SD3":
         shared = {"context": draw(2, 5, 48, seed=3), "y": draw(2, 24, seed=4)}
         return {"x": draw(2, 16, 16, 16, seed=2), "timesteps": torch.tensor([500.0, 30.0]), **shared}
+    text, times = {"context": draw(2, 5, 48, seed=3)}, torch.tensor([0.5, 0.03])
     if name == "Flux":
-        shared = {"context": draw(2, 5, 48, seed=3), "y": draw(2, 24, seed=4), "guidance": torch.tensor([3.5, 1.0])}
-        return {"x": draw(2, 4, 8, 8, seed=2), "timestep": torch.tensor([0.5, 0.03]), **shared}
-    return None
+        shared = {"y": draw(2, 24, seed=4), "guidance": torch.tensor([3.5, 1.0])}
+        return {"x": draw(2, 4, 8, 8, seed=2), "timestep": times, **text, **shared}
+    if name == "Flux 2":
+        return {"x": draw(2, 16, 4, 4, seed=2), "timestep": times, **text, "guidance": torch.tensor([3.5, 1.0])}
+    if name == "Qwen-Image":
+        return {"x": draw(2, 4, 1, 8, 8, seed=2), "timestep": times, **text}
+    if name == "Wan":
+        return {"x": draw(2, 16, 3, 8, 8, seed=2), "timestep": times * 1000, **text}
+    return {"x": draw(2, 16, 8, 8, seed=2), "timesteps": times, **text, "num_tokens": torch.tensor(5)}
 
 
 def loaded(model: Any, path: Path, report: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -198,12 +208,13 @@ def probe(name: str) -> dict[str, Any]:
             (float((found[layer] - expected[layer]).abs().max()) for layer in found if layer in expected), default=0.0
         )
     inputs = inputs_of(name)
-    if inputs:
-        with torch.no_grad():
-            for layer, difference in expected.items():
-                model.diffusion_model.get_submodule(layer).weight += difference
-            output = model.diffusion_model(**inputs, transformer_options={})
-        save_file({"output": output.contiguous(), **inputs}, FOLDER / f"{name}.output")
+    with torch.no_grad():
+        before = model.diffusion_model(**inputs, transformer_options={})
+        for layer, difference in expected.items():
+            model.diffusion_model.get_submodule(layer).weight += difference
+        output = model.diffusion_model(**inputs, transformer_options={})
+    outputs = {"before": before.contiguous(), "output": output.contiguous()}
+    save_file({**outputs, **inputs}, FOLDER / f"{name}.output")
     return report
 
 

@@ -34,5 +34,5 @@ class Probe:
         return load_file(self.folder / f"{family}.weights")
 
     def output(self, family: str) -> dict[str, Tensor]:
-        """Inputs of ComfyUI's model, and what it makes of them with the LoRA."""
+        """Inputs of ComfyUI's model, and what it makes of them without (``before``) and with the LoRA (``output``)."""
         return load_file(self.folder / f"{family}.output")
