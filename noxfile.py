@@ -12,6 +12,11 @@ nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["tests"]
 
 ROOT = Path(__file__).resolve().parent
+REFERENCES = {
+    "HPSV2": ["hpsv2x==1.2.0", "ftfy", "wcwidth", "timm", "clint", "args", "braceexpand", "webdataset"],
+    "HPSV3": ["hpsv3==1.0.0", "transformers==4.45.2", "tokenizers==0.20.3", "huggingface_hub==0.36.0"],
+}
+"""What the authors of these rewards published, and what of its requirements it really needs."""
 
 
 @nox.session(reuse_venv=True)
@@ -52,6 +57,27 @@ def demo(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure speed and memory and fill docs/benchmarks.md; ``-- --full`` repeats more often."""
     session.run(python(session), "-m", "benchmarks", *session.posargs, external=True)
+
+
+@nox.session(python=False, requires=["environment"])
+def references(session: nox.Session) -> None:
+    """Compare HPSv2 and HPSv3 with their authors' packages, each in an environment beside the shared one."""
+    env = {f"{name}_PYTHON": beside(session, name, packages) for name, packages in REFERENCES.items()}
+    session.run(
+        python(session), "-m", "pytest", "tests/rewards", "-m", "slow", *session.posargs, env=env, external=True
+    )
+
+
+def beside(session: nox.Session, name: str, packages: list[str]) -> str:
+    """The interpreter of an environment that has these packages, without their requirements, before the shared ones."""
+    folder = session.cache_dir.parent / name.lower()
+    session.run(python(session), "-m", "venv", str(folder), external=True)
+    own = str(folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    shared, first = (str(session.run(one, "-c", where, silent=True, external=True)) for one in (python(session), own))
+    Path(first.strip(), "shared.pth").write_text(shared, encoding="utf-8")
+    session.run(own, "-m", "pip", "install", "--no-deps", *packages, external=True)
+    return own
 
 
 def python(session: nox.Session) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tools.host import comfyui_folder
 from treegrpo_core.rewards import Checkpoint, missing
+from treegrpo_core.rewards.aesthetic_v25 import Tower, head
 from treegrpo_core.rewards.blip import Shape
 from treegrpo_core.rewards.clip import Clip, ImageTower, Size
 from treegrpo_core.rewards.hpsv3 import Scorer as Hpsv3Scorer
@@ -90,6 +91,14 @@ def small_hpsv3() -> dict[str, Tensor]:
     return weights | {"lm_head.weight": torch.ones(2, 2)}
 
 
+def small_aesthetic_v25() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The head and a SigLIP."""
+    with torch.device("meta"):
+        tower, layers = Tower(144, 100, 1, 56, 16), head(144)
+    siglip = {f"vision_model.{name}": value for name, value in random_weights(tower).items()}
+    return {f"scoring_head.{name}": value for name, value in random_weights(layers).items()}, siglip
+
+
 def put_all(folder: Path) -> None:
     """A small random checkpoint of every learned reward, where the rewards look."""
     put_vocabularies(folder)
@@ -98,8 +107,11 @@ def put_all(folder: Path) -> None:
     save(small_clip(), folder / "PickScore_v1.safetensors")
     large = clip(Size(128, 2, 2, True), Size(64, 1, 1, True), patch=56, grid=4, embedding=768)
     save(large, folder / "clip-vit-large-patch14.safetensors")
-    head = {name.removeprefix("mlp."): value for name, value in small_imagereward().items() if name.startswith("mlp.")}
-    torch.save(head, folder / "sac+logos+ava1-l14-linearMSE.pth")
+    predictor, siglip = small_aesthetic_v25()
+    torch.save(predictor, folder / "aesthetic_predictor_v2_5.pth")
+    save(siglip, folder / "siglip-so400m-patch14-384.safetensors")
+    mlp = {name.removeprefix("mlp."): value for name, value in small_imagereward().items() if name.startswith("mlp.")}
+    torch.save(mlp, folder / "sac+logos+ava1-l14-linearMSE.pth")
     torch.save(small_imagereward(), folder / "ImageReward.pt")
     save(small_hpsv3(), folder / "HPSv3.safetensors")
 

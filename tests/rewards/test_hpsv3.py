@@ -1,12 +1,7 @@
 """HPSv3: words, pictures, both towers and scores equal those of transformers and of its own package on random weights.
 
-The package needs transformers 4.45.2, so it runs in an environment of its own. Make one with
-
-    python -m venv --system-site-packages FOLDER
-    FOLDER/bin/python -m pip install --no-deps hpsv3==1.0.0 transformers==4.45.2 tokenizers==0.20.3 \\
-        huggingface_hub==0.36.0
-
-and give the tests its interpreter: HPSV3_PYTHON=FOLDER/bin/python. Without it that test is skipped.
+The package needs transformers 4.45.2, so it runs in an environment of its own, whose interpreter HPSV3_PYTHON names:
+``python -m nox -s references`` makes it. Without it that test is skipped.
 """
 
 from __future__ import annotations

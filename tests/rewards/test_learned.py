@@ -84,7 +84,8 @@ def test_a_missing_file_is_named_with_where_to_get_and_where_to_put_it(name: str
     with pytest.raises(FileNotFoundError) as refusal:
         load_reward(name, locate=in_folder(tmp_path))
     told = str(refusal.value)
-    assert all(part in told for part in (first.file, first.repository, first.path, "models/reward_models", "download"))
+    how = "tick download" if first.repository else "put it into"
+    assert all(part in told for part in (first.file, first.repository, first.path, "models/reward_models", how))
 
 
 def test_entries_are_complete() -> None:

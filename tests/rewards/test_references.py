@@ -1,11 +1,7 @@
 """Scores equal those of the published programs, on random weights: transformers' classes, and HPSv2's own package.
 
-HPSv2's package pins versions that ComfyUI cannot live with, so it runs in an environment of its own. Make one with
-
-    python -m venv --system-site-packages FOLDER
-    FOLDER/bin/python -m pip install --no-deps hpsv2x==1.2.0 ftfy wcwidth timm clint args braceexpand webdataset
-
-and give the tests its interpreter: HPSV2_PYTHON=FOLDER/bin/python. Without it those tests are skipped.
+HPSv2's package pins versions that ComfyUI cannot live with, so it runs in an environment of its own, whose interpreter
+HPSV2_PYTHON names: ``python -m nox -s references`` makes it. Without it those tests are skipped.
 """
 
 from __future__ import annotations
@@ -182,6 +178,32 @@ def test_aesthetic_is_the_published_head_on_transformers_embedding(tmp_path: Pat
             embedding = getattr(embedding, "pooler_output", embedding)
             expected = head(embedding / embedding.norm(dim=1, keepdim=True))[:, 0]
         torch.testing.assert_close(ours("aesthetic", tmp_path, [image], [""]), expected, rtol=0, atol=1e-5)
+
+
+def test_aesthetic_v25_is_the_published_head_on_transformers_siglip(tmp_path: Path) -> None:
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    sizes = {"hidden_size": 144, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 200}
+    config = transformers.SiglipVisionConfig(**sizes, image_size=56, patch_size=14)
+    torch.manual_seed(0)
+    model = transformers.SiglipVisionModel(config).eval()
+    tower = {f"vision_model.{name.removeprefix('vision_model.')}": value for name, value in model.state_dict().items()}
+    save(
+        tower | {"logit_scale": torch.ones(1), "text_model.x": torch.ones(2)},
+        tmp_path / "siglip-so400m-patch14-384.safetensors",
+    )
+    layers = [torch.nn.Linear(*both) for both in ((144, 1024), (1024, 128), (128, 64), (64, 16), (16, 1))]
+    named = zip((0, 2, 4, 6, 8), layers, strict=True)
+    state = {f"scoring_head.{n}.{part}": value for n, one in named for part, value in one.state_dict().items()}
+    torch.save(state, tmp_path / "aesthetic_predictor_v2_5.pth")
+    processor = SiglipImageProcessorPil(size={"height": 56, "width": 56})
+    for n, size in enumerate(SIZES):
+        image = picture(*size, seed=n)
+        pixels = torch.as_tensor(processor(as_file(image), return_tensors="pt").pixel_values)
+        with torch.no_grad():
+            embedding = model(pixel_values=pixels).pooler_output
+            expected = torch.nn.Sequential(*layers)(embedding / embedding.norm(dim=-1, keepdim=True))[:, 0]
+        torch.testing.assert_close(ours("aesthetic2.5", tmp_path, [image], [""]), expected, rtol=0, atol=1e-5)
 
 
 # ImageReward

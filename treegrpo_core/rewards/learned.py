@@ -85,6 +85,23 @@ LEARNED: dict[str, RewardInfo] = {
             CLIP_L14,
         ),
     ),
+    "aesthetic2.5": RewardInfo(
+        ".aesthetic_v25:AestheticV25",
+        "How beautiful people would call the picture, drawings too (Aesthetic Predictor V2.5).",
+        range="mostly 1 to 10, very good above 5.5",
+        licence="that of its repository, SigLIP Apache-2.0",
+        needs_prompt=False,
+        checkpoints=(
+            Checkpoint(
+                "aesthetic_predictor_v2_5.pth",
+                "",
+                "models/aesthetic_predictor_v2_5.pth of github.com/discus0434/aesthetic-predictor-v2-5",
+            ),
+            Checkpoint(
+                "siglip-so400m-patch14-384.safetensors", "google/siglip-so400m-patch14-384", "model.safetensors"
+            ),
+        ),
+    ),
     "imagereward": RewardInfo(
         ".imagereward:ImageReward",
         "How people would rate the picture for this prompt (ImageReward v1.0).",
