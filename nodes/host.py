@@ -57,6 +57,12 @@ def reward_folders() -> list[Path]:
     return [Path(folder) for folder in folder_paths.get_folder_paths("reward_models")]
 
 
+def clip_folders() -> list[Path]:
+    """Where ComfyUI keeps the towers of CLIPs."""
+    known = [name for name in ("clip_vision", "text_encoders") if name in folder_paths.folder_names_and_paths]
+    return [Path(folder) for name in known for folder in folder_paths.get_folder_paths(name)]
+
+
 def carried_file(name: str) -> Path | None:
     """A file of that name that ComfyUI itself brings, if it does: vocabularies of CLIP and Qwen."""
     place = _CARRIED.get(name)

@@ -37,7 +37,8 @@ def reward_named(name: str, source: str, download: bool) -> Reward:
 def locate(checkpoint: Checkpoint, *, download: bool) -> Path:
     """The checkpoint's file: in a folder of reward models, in ComfyUI itself, or fetched if ``download`` is set."""
     folders = host.reward_folders()
-    for folder in folders:
+    own = [] if checkpoint.repository or checkpoint.path else host.clip_folders()  # of a file the user has named
+    for folder in [*folders, *own]:
         # Of the name alone, because files and folders inside may well be links to a store elsewhere.
         path = Path(os.path.normpath(folder / checkpoint.file))
         if "\0" in checkpoint.file or not path.is_relative_to(os.path.normpath(folder)):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import small_clip, small_imagereward
+from checkpoints import save, small_clip, small_imagereward
 from graphs import training
 
 from tools.client import ExecutionError, Graph
@@ -217,3 +217,15 @@ def test_cancel_stops_a_download_and_leaves_nothing_behind(online, hub, graph, r
     assert time.monotonic() - started < 60
     names = {path.name for path in (online.base / "models" / "reward_models").iterdir()}
     assert not any("download" in name or "v2_" in name for name in names)
+
+
+def test_clipscore_finds_towers_where_comfyui_keeps_them(comfy, graph, run_name) -> None:
+    weights = small_clip(quick_gelu=True)
+    image = {name: value for name, value in weights.items() if name.startswith("visual.")}
+    for kind, part in (("clip_vision", image), ("text_encoders", {k: v for k, v in weights.items() if k not in image})):
+        folder = comfy.base / "models" / kind
+        folder.mkdir(parents=True, exist_ok=True)
+        save(part, folder / f"{kind} of mine.safetensors")
+    source = "clip_vision of mine.safetensors + text_encoders of mine.safetensors"
+    (line,) = trained_on(comfy, graph, run_name, name="clipscore", source=source)
+    assert '"clipscore"' in line

@@ -155,6 +155,22 @@ def test_clipscore_is_transformers_cosine(act: str, tmp_path: Path) -> None:
     assert mine.std() > 0.01
 
 
+def test_clipscore_takes_its_towers_from_two_files(tmp_path: Path) -> None:
+    state = their_clip("quick_gelu").state_dict()
+    image = {name: value for name, value in state.items() if name.startswith(("vision_", "visual_"))}
+    text = {name: value for name, value in state.items() if name.startswith("text_")}
+    assert set(state) - set(image) - set(text) == {"logit_scale"}
+    put_vocabularies(tmp_path)
+    for name, part in (("whole", state), ("image", image), ("text", text)):
+        save(part, tmp_path / f"{name}.safetensors")
+    images = [picture(*size, seed=n) for n, size in enumerate(SIZES[:3])]
+    one = ours("clipscore", tmp_path, images, PROMPTS[:3], source="whole.safetensors")
+    two = ours("clipscore", tmp_path, images, PROMPTS[:3], source="image.safetensors + text.safetensors")
+    assert torch.equal(one, two)
+    with pytest.raises(ValueError, match="image.safetensors.* is not a CLIP checkpoint with image and text tower"):
+        load_reward("clipscore", source="image.safetensors", locate=in_folder(tmp_path))
+
+
 def their_head() -> tuple[torch.nn.Module, dict[str, Tensor]]:
     """Linear layers alone, and their weights under the published names (dropout layers count)."""
     torch.manual_seed(0)

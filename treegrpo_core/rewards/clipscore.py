@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from . import Checkpoint, check_pictures, missing
@@ -24,15 +25,20 @@ class ClipScore:
     name = "clipscore"
 
     def __init__(self, *, source: str = "", locate: Callable[[Checkpoint], Path] = missing) -> None:
-        """``source``: a CLIP checkpoint with both towers, names as in transformers or open_clip; empty: OpenAI's L/14.
+        """``source``: a CLIP checkpoint with both towers, or two (``a + b``) with one each; empty: OpenAI's L/14.
 
+        Names in it are those of transformers or of open_clip.
         FileNotFoundError as ``locate`` says; ValueError if a file is not the right one.
         """
         published, vocabulary = LEARNED[self.name].checkpoints
-        file, merges = locate(Checkpoint(source, "", "") if source else published), locate(vocabulary)
-        self.tokenizer = ClipTokenizer(merges)
-        weights = open_clip_names(read_weights(file))
-        self.module = load_clip(weights, file.name, quick_gelu=_quick_gelu(weights, file))
+        names = [part.strip() for part in source.split("+")] if " + " in source else [source]
+        files = [locate(Checkpoint(name, "", "") if source else published) for name in names]
+        self.tokenizer = ClipTokenizer(locate(vocabulary))
+        weights: dict[str, Tensor] = {"logit_scale": torch.zeros(())}  # cosines do without; one tower's file has none
+        for file in files:
+            weights |= open_clip_names(read_weights(file))
+        told = " and ".join(file.name for file in files)
+        self.module = load_clip(weights, told, quick_gelu=_quick_gelu(weights, files[0]))
 
     def score(self, images: Tensor, prompts: list[str]) -> Tensor:
         """images: (N, H, W, 3) float RGB in [0, 1], any size; prompts: N texts. Returns (N,) float32 on the CPU."""

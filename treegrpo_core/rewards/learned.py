@@ -65,7 +65,8 @@ LEARNED: dict[str, RewardInfo] = {
         "How near the picture is to the prompt for a CLIP of your choice.",
         range="-1 to 1, mostly 0.1 to 0.4",
         licence="MIT (OpenAI's ViT-L/14)",
-        source="a CLIP checkpoint with image and text tower in models/reward_models; empty: OpenAI's ViT-L/14",
+        source="a CLIP checkpoint with image and text tower, or two with one each (a.safetensors + b.safetensors), in "
+        "models/reward_models, clip_vision or text_encoders; empty: OpenAI's ViT-L/14",
         checkpoints=(CLIP_L14, CLIP_MERGES),
     ),
     "aesthetic": RewardInfo(
