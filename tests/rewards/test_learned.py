@@ -88,6 +88,16 @@ def test_a_missing_file_is_named_with_where_to_get_and_where_to_put_it(name: str
     assert all(part in told for part in (first.file, first.repository, first.path, "models/reward_models", how))
 
 
+@pytest.mark.parametrize("config", ["{half", "[]", '{"vision_config": "x"}'])
+def test_an_odd_config_beside_a_clip_is_named(models: Path, tmp_path: Path, config: str) -> None:
+    for name in ("clip-vit-large-patch14.safetensors", "clip_merges.txt"):
+        (tmp_path / name).symlink_to(models / name)
+    (tmp_path / "mine.safetensors").symlink_to(models / "clip-vit-large-patch14.safetensors")
+    (tmp_path / "mine.json").write_text(config, encoding="utf-8")
+    with pytest.raises(ValueError, match="'clipscore' cannot be made of its files or its source"):
+        load_reward("clipscore", source="mine.safetensors", locate=in_folder(tmp_path))
+
+
 def test_entries_are_complete() -> None:
     assert LEARNED.items() <= REWARDS.items()
     for info in LEARNED.values():

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from json import JSONDecodeError
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -218,7 +219,16 @@ def load_reward(name: str, *, source: str = "", locate: Callable[[Checkpoint], P
     make = getattr(import_module(module, __package__), class_name)
     if source and not info.source:
         raise ValueError(f"source is {source!r}, but reward {name!r} takes none: leave it empty")
-    return make(source=source, locate=locate) if info.source or info.checkpoints else make()
+    try:
+        return make(source=source, locate=locate) if info.source or info.checkpoints else make()
+    except _FAULTS as error:
+        known_fault = isinstance(error, ValueError) and not isinstance(error, JSONDecodeError)
+        if known_fault or type(error).__name__ == "OutOfMemoryError":
+            raise
+        raise ValueError(
+            f"reward {name!r} cannot be made of its files or its source ({type(error).__name__}: {error}); check them "
+            "against docs/rewards.md, or download them again"
+        ) from error
 
 
 def score(weighted: Sequence[WeightedReward], images: Tensor, prompts: list[str]) -> Tensor:
@@ -264,7 +274,7 @@ def check_pictures(images: Tensor, prompts: list[str]) -> None:
 
 
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a reward's own code may raise; a host's interrupt is none of these."""
+"""What a reward's own code may raise over odd files or pictures; a host's interrupt is none of these."""
 
 
 def _scored(reward: Reward, images: Tensor, prompts: list[str]) -> Tensor:

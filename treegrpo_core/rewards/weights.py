@@ -16,6 +16,11 @@ from torch import Tensor, nn
 
 Module = TypeVar("Module", bound=nn.Module)
 
+_DAMAGE = (
+    *(pickle.UnpicklingError, zipfile.BadZipFile, EOFError),
+    *(AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+)
+"""What torch and zipfile raise over files that were changed."""
 _WRAPPERS = ("state_dict", "model")
 """Under which training programs put the weights beside other things."""
 
@@ -33,7 +38,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             raise ValueError(f"{path.name} is no safetensors file or is damaged ({error}): download it again") from None
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, AttributeError, KeyError, ValueError) as error:
+    except _DAMAGE as error:
         raise ValueError(
             f"{path.name} is not a file of plain weights: it is damaged, or holds code, which was not run. "
             f"Download it again from the place docs/rewards.md names ({str(error)[:200] or type(error).__name__})"
