@@ -7,6 +7,7 @@ Every measurement is a process of its own: a convolution as the denoiser, one pr
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -23,7 +24,9 @@ SHAPE = (4, 256, 256)
 def measure(depth: int) -> dict[str, int]:
     """Leaves, bytes stored and peak bytes of one update over a tree of that depth, in a new process."""
     command = [sys.executable, "-m", "tools.measure_memory", "--child", str(depth)]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    # glibc: give every freed tensor back at once, or its heap's own growth is measured too.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, text=True)
     figures: dict[str, int] = json.loads(done.stdout)
     return figures
 
@@ -80,9 +83,15 @@ def child(depth: int) -> dict[str, int]:
 
 
 def _peak() -> int:
-    """Most bytes of main memory this process has had so far."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    """Most bytes of main memory this process has had so far.
+
+    Linux hands getrusage's figure on to new processes, so a child of a large one would begin at its parent's.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        (line,) = (line for line in status.read_text(encoding="ascii").splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def draw(figures: list[dict[str, int]], path: Path) -> None:
