@@ -100,8 +100,9 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         ],
     )
     if "learning" in results:
+        found["learning machine"] = "; ".join(f"{name}: {value}" for name, value in results["learning machine"].items())
         found["learning"] = table(
-            ["reward", "method", "updates", "forwards", "before", "after", "seconds to the flat plan's end"],
+            ["reward", "method", "seconds", "updates", "forwards", "before", "after", "seconds to the flat plan's end"],
             [_learning_row(row) for row in results["learning"]],
         )
     found["memory"] = table(
@@ -122,6 +123,7 @@ def _learning_row(row: dict[str, Any]) -> list[str]:
     return [
         name,
         row["method"],
+        f"{row['seconds']:g}",
         three(row["updates"]),
         three(row["forwards"]),
         three([entry[name] for entry in row["before"]]),
