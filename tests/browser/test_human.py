@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from graphs import training
 
-from tools.client import Graph
+from tools.client import Graph, InterruptedRunError
 from tools.host import ROOT, Server
 from treegrpo_core.human_log import read_dataset
 
@@ -160,7 +160,11 @@ def test_put_aside_and_opened_again_in_both_renderers(
     type_keys(editor, "Escape")
     editor.locator(".treegrpo-human-reminder").click()
     shows(editor, "prompt 1 of 2")
+    assert editor.locator(f"{DIALOG} .card").count() == 4
     comfy.interrupt(run)
     editor.locator(DIALOG).wait_for(state="hidden")
     editor.locator(".treegrpo-human-reminder").wait_for(state="hidden")
     editor.screenshot(path=SCREENSHOTS / f"human_node_vue_{vue_nodes}.png")
+    with pytest.raises(InterruptedRunError):
+        comfy.wait(run)
+    assert not (comfy.output / "treegrpo" / run_name / "metrics.jsonl").exists(), "nothing was trained"
