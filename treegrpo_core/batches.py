@@ -11,6 +11,12 @@ import torch
 log = logging.getLogger("treegrpo")
 
 
+ADVICE = (
+    "Turn on gradient_checkpointing in LoRAUpdate, encode fewer prompts per step, or use a smaller latent, a lower "
+    "rank or an fp8 model"
+)
+
+
 class MicroBatches:
     """Cuts nodes into micro-batches of at most ``size`` rows, and halves ``size`` when memory runs out.
 
@@ -18,14 +24,14 @@ class MicroBatches:
     the batch.
     """
 
-    def __init__(self, size: int, prompts: int) -> None:
-        """ValueError if not even one node of ``prompts`` rows fits."""
+    def __init__(self, size: int, prompts: int, *, what: str = "latents", advice: str = ADVICE) -> None:
+        """ValueError if not even one node of ``prompts`` rows fits. what, advice: how messages call rows, what helps."""
         if size < prompts:
             raise ValueError(
                 f"max_batch is {size}, but {prompts} prompts are sampled together; "
                 f"set max_batch to at least {prompts} or encode fewer prompts per step"
             )
-        self.size = size
+        self.size, self.what, self.advice = size, what, advice
 
     def run(self, count: int, prompts: int, work: Callable[[slice], None]) -> None:
         """Call ``work`` with slices of ``count`` nodes of ``prompts`` rows each.
@@ -41,9 +47,8 @@ class MicroBatches:
             except torch.cuda.OutOfMemoryError as error:
                 if self.size < 2 * prompts:
                     raise torch.cuda.OutOfMemoryError(
-                        f"the device's memory does not hold even {prompts} latents at a time. Turn on "
-                        "gradient_checkpointing in LoRAUpdate, encode fewer prompts per step, or use a smaller latent, "
-                        f"a lower rank or an fp8 model ({error})"
+                        f"the device's memory does not hold even {prompts} {self.what} at a time. "
+                        f"{self.advice} ({error})"
                     ) from None
             else:
                 first = nodes.stop
@@ -55,4 +60,4 @@ class MicroBatches:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        log.warning("TreeGRPO: out of memory, going on with %d latents at a time", self.size)
+        log.warning("TreeGRPO: out of memory, going on with %d %s at a time", self.size, self.what)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from ..batches import MicroBatches
 
 
 def in_batches(count: int, size: int, work: Callable[[slice], Tensor]) -> Tensor:
@@ -15,19 +16,6 @@ def in_batches(count: int, size: int, work: Callable[[slice], Tensor]) -> Tensor
     When memory runs out, ``size`` is halved and the slice done again; the failure of a single picture is passed on.
     """
     parts: list[Tensor] = []
-    first = 0
-    while first < count:
-        part = slice(first, min(first + size, count))
-        try:
-            parts.append(work(part).float().cpu())
-        except torch.cuda.OutOfMemoryError:
-            if size == 1:
-                raise
-        else:
-            first = part.stop
-            continue
-        size //= 2  # outside of except: the error's traceback holds what filled the memory
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    batches = MicroBatches(size, 1, what="pictures", advice="Use a smaller reward, or score on another computer")
+    batches.run(count, 1, lambda part: parts.append(work(part).float().cpu()))
     return torch.cat(parts) if parts else torch.zeros(0)
