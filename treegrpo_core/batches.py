@@ -25,7 +25,7 @@ class MicroBatches:
     """
 
     def __init__(self, size: int, prompts: int, *, what: str = "latents", advice: str = ADVICE) -> None:
-        """ValueError if not even one node of ``prompts`` rows fits. what, advice: for messages: rows, and what helps."""
+        """ValueError if not even one node of ``prompts`` rows fits. ``what`` and ``advice`` are words for messages."""
         if size < prompts:
             raise ValueError(
                 f"max_batch is {size}, but {prompts} prompts are sampled together; "
