@@ -6,28 +6,11 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from .session import Session, first_levels
-
-LEAVES, STEPS = 27, 10
-
-
-@dataclass(frozen=True)
-class Method:
-    """A plan, how many of its stochastic steps are trained (0: all), and steps after the window (0: all)."""
-
-    name: str
-    plan: str
-    roots: int = 1
-    trained: int = 0
-    tail_steps: int = 0
-
+from .session import FLAT, LEAVES, Method, Session
 
 TREE = "3 3 3 0 0 0 0 0 0 0"
-FLAT = "1 1 1 1 1 1 1 1 1 0"
-"""DanceGRPO's trajectories begin with one shared noise, but the published systems run every step of each by itself."""
 METHODS = (
     Method("TreeGRPO, window at 0", TREE),
     Method("TreeGRPO, window at 2", "0 0 3 3 3 0 0 0 0 0"),
@@ -41,13 +24,6 @@ METHODS = (
 BASE = METHODS[0].name
 
 
-def grown(session: Session, method: Method) -> Any:
-    """One tree of the method."""
-    plan = session.parts["treegrpo_core.plan"].Plan.parse(method.plan, method.roots)
-    tree = session.tree(plan, tail_steps=method.tail_steps)
-    return first_levels(tree, method.trained) if method.trained else tree
-
-
 def measure(prompts: list[str], cfg: float, repetitions: int) -> list[dict[str, Any]]:
     """Medians over interleaved repetitions of every method: seconds by stage, forwards, and the ratio to the tree's."""
     session = Session(prompts, cfg=cfg)
@@ -55,7 +31,7 @@ def measure(prompts: list[str], cfg: float, repetitions: int) -> list[dict[str, 
     for repetition in range(repetitions + 1):
         for method in METHODS:
             gc.collect()
-            metrics = session.update(grown(session, method))
+            metrics = session.step(method)
             if repetition:  # the first one warms up
                 timings[method.name].append(metrics)
     base = [metrics.seconds for metrics in timings[BASE]]
@@ -88,7 +64,7 @@ def overhead(prompts: list[str], repetitions: int) -> dict[str, float]:
     session = Session(prompts)
     ours, bare = [], []
     for repetition in range(repetitions + 1):
-        metrics = session.update(grown(session, METHODS[0]))
+        metrics = session.step(METHODS[0])
         seconds = _timed(lambda: _bare(session))
         if repetition:
             ours.append(metrics.stages["rollout"] + metrics.stages["update"])
@@ -114,7 +90,7 @@ def _bare(session: Session) -> None:
     """The tree's forwards and backwards on random latents, straight through ComfyUI's model."""
     import torch
 
-    plan = session.parts["treegrpo_core.plan"].Plan.parse(METHODS[0].plan)
+    plan = session.parts["treegrpo_core.plan"].Plan.parse(METHODS[0].row)
     count, model, adapter = len(session.prompts), session.model.model, session.run.adapter
     encoded = session.guider.original_conds["positive"][0]
     batches = session.parts["treegrpo_core.batches"].MicroBatches(session.max_batch, count)

@@ -9,8 +9,8 @@ import io
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +18,25 @@ from typing import Any
 from tools.host import ROOT, comfyui_folder
 
 PACK = "treegrpo_pack"
+LEAVES, STEPS = 27, 10
+FLAT = "1 1 1 1 1 1 1 1 1 0"
+"""DanceGRPO's trajectories begin with one shared noise, but the published systems run every step of each by itself."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to train: a plan's row, or where it is empty a window; and what differs from the nodes' defaults."""
+
+    name: str
+    row: str = ""
+    roots: int = 1
+    trained: int = 0
+    """How many of its stochastic steps are trained, the first ones; 0: all."""
+    tail_steps: int = 0
+    """Steps after the window; 0: all."""
+    window: Mapping[str, Any] = field(default_factory=dict)
+    advantage: Mapping[str, Any] = field(default_factory=dict)
+    update: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load_pack() -> ModuleType:
@@ -65,7 +84,7 @@ class Session:
         self.patcher = self.parts["nodes.host"].with_adapter(self.model, self.run.adapter)
         self.use_prompts(self.prompts)
         self.noise = Noise_RandomNoise(self.seed)
-        self.sigmas = self.parts["nodes.host"].schedule(self.patcher, "simple", 10)
+        self.sigmas = self.parts["nodes.host"].schedule(self.patcher, "simple", STEPS)
         rewards = self.parts["treegrpo_core.rewards"]
         self.scorers = [
             rewards.WeightedReward(rewards.load_reward(name), float(name == self.rewards[0])) for name in self.rewards
@@ -97,20 +116,27 @@ class Session:
         guider.set_cfg(self.cfg)
         return guider
 
-    def tree(self, plan: Any, *, tail_steps: int = 0) -> Any:
-        """A tree of this plan, grown, scored and with advantages, as the nodes do it; its stages are timed."""
+    def tree(self, method: Method) -> Any:
+        """The next tree of this method, grown, scored and with advantages, as the nodes do it; its stages are timed."""
         import torch
 
         tree, core = self.parts["treegrpo_core.tree"], self.parts["treegrpo_core.plan"]
-        plan, sigmas = core.with_tail(plan, [float(sigma) for sigma in self.sigmas], tail_steps)
+        source = core.Plan.parse(method.row, method.roots) if method.row else core.Window(**method.window)
+        plan = core.plan_for(source, STEPS, self.run.iteration, self.seed)
+        plan, sigmas = core.with_tail(plan, [float(sigma) for sigma in self.sigmas], method.tail_steps)
         with torch.inference_mode():
             policy = self._policy(self.guider, len(self.prompts))
             size = policy.latent
             bare = tree.Tree(
                 plan, sigmas, "flow_sde", 0.7, tuple(self.prompts), policy, self.run.iteration, tree.Growth([], size, 0)
             )
-            grown = self.parts["nodes.sampling"].grown(bare, self.noise, self.max_batch, None, tail_steps > 0, None)
-            return self._scored(grown).with_advantages()
+            grown = self.parts["nodes.sampling"].grown(bare, self.noise, self.max_batch, None, method.tail_steps > 0, None)
+            scored = self._scored(grown).with_advantages(**method.advantage)
+        return first_levels(scored, method.trained) if method.trained else scored
+
+    def step(self, method: Method) -> Any:
+        """One update by this method; its metrics."""
+        return self.update(self.tree(method), **method.update)
 
     def _policy(self, guider: Any, prompts: int) -> Any:
         import torch
@@ -143,9 +169,9 @@ class Session:
         scored = tree.scored(module.Rewards(self.rewards, tuple(each.weight for each in self.scorers), values))
         return module.timed(module.timed(scored, "decode", decoded - start), "reward", time.perf_counter() - decoded)
 
-    def update(self, tree: Any) -> Any:
+    def update(self, tree: Any, **settings: Any) -> Any:
         """One update on the tree; its metrics."""
-        settings = self.parts["treegrpo_core.trainer"].UpdateSettings(max_batch=self.max_batch)
+        settings = self.parts["treegrpo_core.trainer"].UpdateSettings(max_batch=self.max_batch, **settings)
         with self.parts["nodes.guided"].outside_inference_mode():
             return self.run.update([tree], settings)
 
