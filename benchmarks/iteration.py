@@ -15,9 +15,11 @@ METHODS = (
     Method("TreeGRPO, window at 0", TREE),
     Method("TreeGRPO, window at 2", "0 0 3 3 3 0 0 0 0 0"),
     Method("TreeGRPO, window at 0, tail of 3 steps", TREE, tail_steps=3),
-    Method("DanceGRPO, 6 of 9 steps trained", FLAT, roots=LEAVES, trained=6),
+    Method("DanceGRPO, 6 of 9 steps trained", FLAT, roots=LEAVES, advantage={"train_steps": 6}),
     Method("DanceGRPO, all 9 steps trained; Flow-GRPO", FLAT, roots=LEAVES),
-    Method("DanceGRPO with the first step shared, 6 of 9 trained", "27 1 1 1 1 1 1 1 1 0", trained=6),
+    Method(
+        "DanceGRPO with the first step shared, 6 of 9 trained", "27 1 1 1 1 1 1 1 1 0", advantage={"train_steps": 6}
+    ),
     Method("MixGRPO, window of 4", "0 0 1 1 1 1 0 0 0 0", roots=LEAVES),
     Method("BranchGRPO, 3 splits in 3", "3 1 1 3 1 1 3 1 1 0"),
 )

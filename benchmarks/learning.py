@@ -27,7 +27,7 @@ def _tree(name: str, *, tail: int = 2, **window: Any) -> Method:
 RIVALS = (
     _tree("TreeGRPO", tail=0),
     _tree("TreeGRPO, tail of 3 steps", tail=3),
-    Method("DanceGRPO, 6 of 9 steps trained", FLAT, roots=LEAVES, trained=6),
+    Method("DanceGRPO, 6 of 9 steps trained", FLAT, roots=LEAVES, advantage={"train_steps": 6}),
 )
 PARETO = (
     _tree("k 3, d 3, every step", tail=0),

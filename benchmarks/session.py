@@ -30,8 +30,6 @@ class Method:
     name: str
     row: str = ""
     roots: int = 1
-    trained: int = 0
-    """How many of its stochastic steps are trained, the first ones; 0: all."""
     tail_steps: int = 0
     """Steps after the window; 0: all."""
     window: Mapping[str, Any] = field(default_factory=dict)
@@ -130,9 +128,10 @@ class Session:
             bare = tree.Tree(
                 plan, sigmas, "flow_sde", 0.7, tuple(self.prompts), policy, self.run.iteration, tree.Growth([], size, 0)
             )
-            grown = self.parts["nodes.sampling"].grown(bare, self.noise, self.max_batch, None, method.tail_steps > 0, None)
-            scored = self._scored(grown).with_advantages(**method.advantage)
-        return first_levels(scored, method.trained) if method.trained else scored
+            grown = self.parts["nodes.sampling"].grown(
+                bare, self.noise, self.max_batch, None, method.tail_steps > 0, None
+            )
+            return self._scored(grown).with_advantages(**method.advantage)
 
     def step(self, method: Method) -> Any:
         """One update by this method; its metrics."""
@@ -192,9 +191,3 @@ MODULES = (
     "treegrpo_core.trainer",
     "treegrpo_core.batches",
 )
-
-
-def first_levels(tree: Any, count: int) -> Any:
-    """The tree with only its first ``count`` stochastic steps left to train on."""
-    growth = replace(tree.growth, levels=tree.growth.levels[:count])
-    return replace(tree, growth=growth, advantages=tree.advantages[:count])

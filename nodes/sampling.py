@@ -16,6 +16,7 @@ from ..treegrpo_core.memory import Estimate, measure_activations
 from ..treegrpo_core.plan import Plan, Window, derive_seed, plan_for, with_tail
 from ..treegrpo_core.policy import Denoiser
 from ..treegrpo_core.sampler import check_schedule, grow
+from ..treegrpo_core.signals import step_spread
 from ..treegrpo_core.transition import KERNELS, choose_kernel
 from ..treegrpo_core.tree import Growth, Tree, timed
 from . import host
@@ -103,10 +104,10 @@ class TreeSampler(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "window",
-                    options=["random", "fixed", "shifting"],
+                    options=["random", "fixed", "shifting", "adaptive"],
                     default="random",
-                    tooltip="Where the window lies: drawn anew for every update, fixed, or moving on by one step "
-                    "per update.",
+                    tooltip="Where the window lies: drawn anew for every update, fixed, moving on by one step per "
+                    "update, or drawn more often where the rewards of earlier updates spread more.",
                 ),
                 io.Float.Input(
                     "r",
@@ -114,8 +115,8 @@ class TreeSampler(io.ComfyNode):
                     min=0.01,
                     max=0.99,
                     step=0.01,
-                    tooltip="For 'random': the start is step i with probability proportional to r^i. Lower "
-                    "trains layout, higher detail.",
+                    tooltip="For 'random' and 'adaptive': the start is step i with probability proportional to r^i. "
+                    "Lower trains layout, higher detail.",
                 ),
                 io.Int.Input(
                     "start",
@@ -193,10 +194,11 @@ class TreeSampler(io.ComfyNode):
         run = policy.run
         guided, texts = guided_policy(policy, guider, sigmas, latent, prompts)
         source = plan or Window(window, branching, depth, r, start)  # type: ignore[arg-type]
+        spread = step_spread(run.log()) if window == "adaptive" and plan is None else None
         schedule = tuple(float(sigma) for sigma in sigmas)
         if len(schedule) < 3:
             raise ValueError("sigmas: the schedule has fewer than 2 steps; give the scheduler more steps and denoise 1")
-        this_plan = plan_for(source, len(schedule) - 1, run.iteration, noise.seed)
+        this_plan = plan_for(source, len(schedule) - 1, run.iteration, noise.seed, spread)
         check_schedule(schedule, this_plan)
         this_plan, schedule = with_tail(this_plan, schedule, tail_steps)
         kernel = choose_kernel(kernel, guided.prediction, host.architecture(guider.model_patcher).kernel)

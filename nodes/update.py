@@ -126,6 +126,32 @@ class LoRAUpdate(io.ComfyNode):
                     tooltip="Compute the model's blocks again in the backward pass: about a third more time for a "
                     "fraction of the memory. Needed for large models on consumer cards.",
                 ),
+                io.Float.Input(
+                    "clip_high",
+                    default=0.0,
+                    min=0.0,
+                    max=10.0,
+                    step=1e-7,
+                    round=False,
+                    optional=True,
+                    tooltip="Another clip range above 1, usually wider than clip: lets unlikely good edges grow "
+                    "faster. 0: as clip.",
+                ),
+                io.Boolean.Input(
+                    "ratio_norm",
+                    default=False,
+                    optional=True,
+                    tooltip="GRPO-Guard: ratios of the same mean and spread at every step, and equal weight for every "
+                    "step's gradient, against reward hacking.",
+                ),
+                io.Combo.Input(
+                    "kl_reference",
+                    options=["base", "average"],
+                    default="base",
+                    optional=True,
+                    tooltip="What kl pulls towards: the base model, or the moving average of the run's own LoRA, which "
+                    "only slows it down.",
+                ),
             ],
             outputs=[
                 PolicyType.Output(display_name="POLICY", tooltip="The run, one step further."),
@@ -150,6 +176,9 @@ class LoRAUpdate(io.ComfyNode):
         max_grad_norm: list[float],
         advantage_clip: list[float],
         gradient_checkpointing: list[bool] | None = None,
+        clip_high: list[float] | None = None,
+        ratio_norm: list[bool] | None = None,
+        kl_reference: list[str] | None = None,
     ) -> io.NodeOutput:
         run = policy[0].run
         for one in tree:
@@ -167,6 +196,9 @@ class LoRAUpdate(io.ComfyNode):
             max_grad_norm=max_grad_norm[0],
             advantage_clip=advantage_clip[0],
             gradient_checkpointing=bool(gradient_checkpointing and gradient_checkpointing[0]),
+            clip_high=(clip_high or [0.0])[0] or None,
+            ratio_norm=bool(ratio_norm and ratio_norm[0]),
+            kl_reference=(kl_reference or ["base"])[0],  # type: ignore[arg-type]
         )
         with outside_inference_mode():
             metrics = run.update(tree, settings)

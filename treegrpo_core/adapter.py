@@ -147,6 +147,18 @@ class Adapter:
         finally:
             self._enable(True)
 
+    @contextmanager
+    def holding(self, state: dict[str, Tensor]) -> Iterator[None]:
+        """Inside, the adapter has these weights (:meth:`state_dict`); no gradient may be taken through it meanwhile."""
+        own = {name: parameter.data for name, parameter in self.named_parameters().items()}
+        try:
+            for name, parameter in self.named_parameters().items():
+                parameter.data = state[name].to(parameter)
+            yield
+        finally:
+            for name, parameter in self.named_parameters().items():
+                parameter.data = own[name]
+
     def _enable(self, on: bool) -> None:
         for layer in self.layers.values():
             layer.enable_adapters(on)

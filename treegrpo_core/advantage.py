@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 Estimator = Literal["softmax", "uniform"]
-Normalisation = Literal["none", "per depth"]
+Normalisation = Literal["none", "per depth", "siblings"]
 
 
 def standardise(values: Tensor) -> Tensor:
@@ -71,6 +72,40 @@ def back_up(
     return advantages
 
 
-def normalise_per_depth(advantages: Sequence[Tensor]) -> list[Tensor]:
+def normalise_per_depth(advantages: Sequence[Tensor], branching: Sequence[int] = ()) -> list[Tensor]:
     """Standardise the edges of every depth among themselves (BranchGRPO), per trailing group."""
     return [standardise(level) for level in advantages]
+
+
+def against_siblings(advantages: Sequence[Tensor], branching: Sequence[int]) -> list[Tensor]:
+    """What each edge has over the mean of its siblings, itself included; an only child keeps its advantage.
+
+    That leaves out what all siblings share, which their parent's edge is credited with already.
+    """
+    return [
+        level - level.unflatten(0, (-1, k)).mean(1).repeat_interleave(k, 0) if k > 1 else level
+        for level, k in zip(advantages, branching, strict=True)
+    ]
+
+
+NORMALISATIONS: dict[str, Callable[[Sequence[Tensor], Sequence[int]], list[Tensor]]] = {
+    "none": lambda advantages, branching: list(advantages),
+    "per depth": normalise_per_depth,
+    "siblings": against_siblings,
+}
+
+
+def worth_training(
+    advantages: Sequence[Tensor], branching: Sequence[int], steps: int, share: float
+) -> Iterator[Tensor]:
+    """Of each level the parents to train, (M, P) indices in order, M = 0 for a level left out.
+
+    advantages: (edges, P) of each level. Levels are ranked by the mean square of their edges' advantages, the parents
+    of a level, for each prompt, by the squares of theirs; the first of equals is kept.
+    """
+    worth = torch.stack([level.square().mean() for level in advantages])
+    kept = set(worth.sort(descending=True, stable=True).indices[:steps].tolist())
+    for depth, (level, k) in enumerate(zip(advantages, branching, strict=True)):
+        parents = level.square().unflatten(0, (-1, k)).sum(1)
+        count = math.ceil(share * len(parents)) if depth in kept else 0
+        yield parents.sort(dim=0, descending=True, stable=True).indices[:count].sort(dim=0).values

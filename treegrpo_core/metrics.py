@@ -31,11 +31,12 @@ class Tally:
     parents: int = 0
     grad_norm: float = 0.0
 
-    def add_ratios(self, log_ratio: Tensor, clip: float) -> None:
-        """Count edges by what the policy now makes of them: log_ratio (E,)."""
+    def add_ratios(self, log_ratio: Tensor, low: float, high: float) -> None:
+        """Count edges by what the policy now makes of them: log_ratio (E,), limits 1 - low and 1 + high."""
         self.edges += len(log_ratio)
         self.ratio += float(log_ratio.exp().sum())
-        self.clipped += int((log_ratio.expm1().abs() > clip).sum())
+        change = log_ratio.expm1()
+        self.clipped += int(((change < -low) | (change > high)).sum())
         self.max_log_ratio = max(self.max_log_ratio, _largest(log_ratio))
 
     def add_noise(self, log_ratio: Tensor) -> None:
@@ -71,6 +72,10 @@ class Metrics(BaseModel):
     """Share of the prompts whose leaves all get the same weighted reward."""
     correlation: dict[str, float] = {}
     """Of every two rewards, over leaves and relative to their prompt's mean."""
+    step_spread: list[float] = []
+    """Standard deviation of the weighted reward that each step of ``window`` brings about."""
+    effective_leaves: float = 0.0
+    """Independent pictures of a prompt that would tell its mean reward as well as its leaves, which share steps."""
     diversity: float | None = None
     """Mean distance of two leaves of one prompt, 0 to 1; None if the leaves were never decoded."""
     loss: float
@@ -108,6 +113,9 @@ def summary(
             stages[stage] = stages.get(stage, 0.0) + spent
     edges = max(sum(tally.edges for tally in passes), 1)
     parents = sum(tally.parents for tally in passes)
+    components = signals.variance_components(
+        [values for tree, values in zip(trees, total, strict=False) if tree.plan == trees[0].plan], trees[0].plan
+    )
     norms = [tally.grad_norm for tally in passes if math.isfinite(tally.grad_norm)]
     return Metrics(
         iteration=iteration,
@@ -120,6 +128,8 @@ def summary(
         reward_spread=signals.spread(rewards),
         zero_spread=signals.zero_spread(rewards),
         correlation=signals.correlation(rewards),
+        step_spread=[math.sqrt(variance) for variance in components[1:]],
+        effective_leaves=signals.effective_leaves(components, trees[0].plan),
         diversity=signals.diversity([tree.growth.thumbnails for tree in trees]),
         loss=sum(tally.loss for tally in passes) / edges,
         ratio_mean=sum(tally.ratio for tally in passes) / edges if parents else 1.0,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -134,15 +134,23 @@ def with_tail(plan: Plan, sigmas: Sequence[float], steps: int) -> tuple[Plan, tu
     return Plan(plan.steps[:first] + (0,) * steps, plan.roots), tuple(sigmas[place] for place in places)
 
 
-def window_start(num_steps: int, depth: int, r: float, generator: torch.Generator) -> int:
+def window_start(
+    num_steps: int, depth: int, r: float, generator: torch.Generator, step_spread: Mapping[int, float] | None = None
+) -> int:
     """Draw the window's first step from ``Pr[i] = (1 - r) r^i / (1 - r^(T - w))``, i = 0 .. T - w - 1 (TreeGRPO).
 
     ``r`` in (0, 1): 0.5 is balanced, smaller values train early (layout), larger ones late steps (detail) more often.
+    ``step_spread``: the variance of the reward that steps have brought about; each start then counts as much more as
+    the steps of its window promise, unseen ones as much as the best, and none less than a tenth of it.
     """
     if not 0 < r < 1:
         raise ValueError(f"r is {r}; it must lie between 0 and 1, both excluded")
     _check_window(num_steps, depth, 0)
     weights = r ** torch.arange(num_steps - depth, dtype=torch.float64)
+    if step_spread:
+        unseen = max(step_spread.values())
+        signal = torch.tensor([step_spread.get(step, unseen) for step in range(num_steps - 1)], dtype=torch.float64)
+        weights = weights * signal.clamp(min=0.1 * unseen or 1.0).unfold(0, depth, 1).sum(1)
     return int(torch.multinomial(weights, 1, generator=generator))
 
 
@@ -150,11 +158,12 @@ def window_start(num_steps: int, depth: int, r: float, generator: torch.Generato
 class Window:
     """Where TreeGRPO's window lies in each update.
 
-    ``random`` draws its start with :func:`window_start`, ``fixed`` keeps ``start``, ``shifting`` moves it by ``stride``
-    every ``period`` updates and begins anew at 0 after the last possible start.
+    ``random`` draws its start with :func:`window_start`, ``adaptive`` too, but more often where the run's rewards were
+    seen to spread; ``fixed`` keeps ``start``, ``shifting`` moves it by ``stride`` every ``period`` updates and begins
+    anew at 0 after the last possible start.
     """
 
-    policy: Literal["random", "fixed", "shifting"] = "random"
+    policy: Literal["random", "adaptive", "fixed", "shifting"] = "random"
     branching: int = 3
     depth: int = 3
     r: float = 0.5
@@ -162,28 +171,35 @@ class Window:
     stride: int = 1
     period: int = 1
 
-    def plan(self, num_steps: int, iteration: int, seed: int) -> Plan:
-        """The plan of update ``iteration`` (0, 1, ...): a function of its arguments alone, so a run can be resumed."""
-        return tree_plan(num_steps, self.branching, self.depth, self._start(num_steps, iteration, seed))
+    def plan(self, num_steps: int, iteration: int, seed: int, step_spread: Mapping[int, float] | None = None) -> Plan:
+        """The plan of update ``iteration`` (0, 1, ...): a function of its arguments alone, so a run can be resumed.
 
-    def _start(self, num_steps: int, iteration: int, seed: int) -> int:
+        ``step_spread``: for ``adaptive``, the variance of the reward that steps of the schedule brought about so far.
+        """
+        start = self._start(num_steps, iteration, seed, step_spread)
+        return tree_plan(num_steps, self.branching, self.depth, start)
+
+    def _start(self, num_steps: int, iteration: int, seed: int, step_spread: Mapping[int, float] | None) -> int:
         if self.policy == "fixed":
             return self.start
-        if self.policy == "random":
+        if self.policy in ("random", "adaptive"):
             generator = torch.Generator().manual_seed(derive_seed(seed, "window", iteration))
-            return window_start(num_steps, self.depth, self.r, generator)
+            known = step_spread if self.policy == "adaptive" else None
+            return window_start(num_steps, self.depth, self.r, generator, known)
         if self.policy == "shifting":
             if self.period < 1 or self.stride < 1:
                 raise ValueError(f"stride is {self.stride} and period {self.period}; both must be at least 1")
             _check_window(num_steps, self.depth, self.start)
             return (self.start + iteration // self.period * self.stride) % (num_steps - self.depth)
-        raise ValueError(f"window policy {self.policy!r} is unknown; use random, fixed or shifting")
+        raise ValueError(f"window policy {self.policy!r} is unknown; use random, adaptive, fixed or shifting")
 
 
-def plan_for(source: Plan | Window, num_steps: int, iteration: int, seed: int) -> Plan:
+def plan_for(
+    source: Plan | Window, num_steps: int, iteration: int, seed: int, step_spread: Mapping[int, float] | None = None
+) -> Plan:
     """The plan of one update from a fixed plan or a window policy; ValueError if a fixed plan has another length."""
     if isinstance(source, Window):
-        return source.plan(num_steps, iteration, seed)
+        return source.plan(num_steps, iteration, seed, step_spread)
     if len(source.steps) != num_steps:
         raise ValueError(
             f"the plan '{source}' has {len(source.steps)} steps, but the sigmas have {num_steps}: "

@@ -193,7 +193,13 @@ class Run:
             )
         try:
             metrics = update(
-                trees, self.adapter, self.optimizer, settings, iteration=self.iteration, noise=self.replay_noise
+                trees,
+                self.adapter,
+                self.optimizer,
+                settings,
+                iteration=self.iteration,
+                noise=self.replay_noise,
+                average=self.average,
             )
             self.iteration += 1
             self._move_average()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .plan import Plan
 from .tree import Rewards
 
 WINDOW = 10
@@ -44,6 +45,47 @@ def correlation(rewards: Sequence[Rewards]) -> dict[str, float]:
         if norm > 0:
             found[f"{one}, {other}"] = float(columns[one] @ columns[other]) / norm
     return found
+
+
+def variance_components(totals: Sequence[Tensor], plan: Plan) -> list[float]:
+    """Variance of the reward that the roots and each stochastic step bring about: a nested analysis of variance.
+
+    totals: (L, P) weighted rewards of trees of this plan. Their sum is the variance of a single leaf's reward. A level
+    without siblings (one root, branching 1) cannot be told from the one above, which gets its share.
+    """
+    means, below = torch.cat(list(totals), 1).double(), 0.0
+    components: list[float] = []
+    for k in (*reversed(plan.branching), plan.roots):
+        siblings = means.unflatten(0, (-1, k))
+        if k > 1:
+            # The spread of siblings is their own and that of all below them, of which they are means.
+            between = float(siblings.var(1).mean())
+            components.insert(0, max(0.0, between - below))
+            below = between / k
+        else:
+            components.insert(0, 0.0)
+        means = siblings.mean(1)
+    return components
+
+
+def effective_leaves(components: Sequence[float], plan: Plan) -> float:
+    """How many independent pictures tell a prompt's mean reward as well as its correlated leaves do: 1 to L.
+
+    components: see :func:`variance_components`. 0 if all rewards are equal.
+    """
+    nodes = [plan.roots, *(plan.nodes(step + 1) for step in plan.stochastic_steps)]
+    variance_of_mean = sum(variance / count for variance, count in zip(components, nodes, strict=True))
+    return sum(components) / variance_of_mean if variance_of_mean > 0 else 0.0
+
+
+def step_spread(log: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """Step of the schedule -> mean variance of the reward that it brought about in the updates that branched there."""
+    found: dict[int, list[float]] = {}
+    for entry in log:
+        for step, spread in zip(entry.get("window", ()), entry.get("step_spread", ()), strict=False):
+            if _is_number(spread):
+                found.setdefault(step, []).append(spread**2)
+    return {step: sum(values) / len(values) for step, values in found.items()}
 
 
 def _by_reward(rewards: Sequence[Rewards], function: Any) -> dict[str, Tensor]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,10 +17,10 @@ from torch import Tensor
 from .adapter import Adapter
 from .batches import MicroBatches
 from .metrics import Metrics, Tally, summary
-from .objective import clipped_surrogate, gaussian_kl
+from .objective import clipped_surrogate, gaussian_kl, normalised_log_ratio
 from .policy import Denoiser
-from .transition import moments, step
-from .tree import Level, Tree
+from .transition import Transition, moments, step
+from .tree import Level, Tree, children_of, taken
 
 log = logging.getLogger("treegrpo")
 
@@ -39,8 +41,14 @@ class UpdateSettings(BaseModel):
 
     clip: float = Field(default=1e-4, gt=0, lt=1)
     """Clip range of the ratio (dimensionless); tiny because log-probabilities are averaged over latent dimensions."""
+    clip_high: float | None = Field(default=None, gt=0)
+    """Another upper limit of the ratio, 1 + clip_high (DAPO); None: that of ``clip``."""
+    ratio_norm: bool = False
+    """GRPO-Guard: ratios of equal mean and spread at every step, and losses divided by the step's |dt|."""
     kl: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence to the adapter-free model; 0 spends no forward on it."""
+    """Weight of the KL divergence to the reference; 0 spends no forward on it."""
+    kl_reference: Literal["base", "average"] = "base"
+    """The model without the adapter, or with the moving average of the adapter's weights."""
     passes: int = Field(default=1, ge=1)
     """Optimizer steps over the same trees."""
     max_grad_norm: float = Field(default=1.0, gt=0)
@@ -59,11 +67,13 @@ def update(
     *,
     iteration: int = 0,
     noise: float = 0.0,
+    average: dict[str, Tensor] | None = None,
 ) -> Metrics:
     """Train ``adapter`` on the trees with ``settings.passes`` optimizer steps and return what happened.
 
     ``iteration`` is the number of this update in its run; trees grown at another one are stale and train off-policy.
-    ``noise`` is the replay noise known from earlier updates, for stale trees, which cannot measure it.
+    ``noise`` is the replay noise known from earlier updates, for stale trees, which cannot measure it. ``average`` has
+    the adapter's weights that ``kl_reference`` "average" stands for.
 
     Every parent node costs one forward and one backward, whatever its number of children. Trees without any
     advantage (all rewards equal) carry no signal: without a KL term nothing is computed and no weight changes. The
@@ -76,23 +86,26 @@ def update(
     for tree in trees:
         if tree.advantages is None:
             raise ValueError("a tree has no advantages yet; connect TreeAdvantage between the rewards and LoRAUpdate")
+        if settings.ratio_norm and tree.iteration != iteration:
+            raise ValueError(
+                f"ratio_norm: it compares with the policy that grew the tree, which is gone: the tree is of update "
+                f"{tree.iteration}, the run is at {iteration}. Give TreeSampler the POLICY of TreeGRPO Loop Start, or "
+                "turn ratio_norm off"
+            )
         _ = tree.leaves  # says what to do if the tree was freed
     start = time.perf_counter()
-    one_pass = _Pass(trees, adapter, settings, iteration)
+    reference = adapter.disabled if settings.kl_reference == "base" else lambda: adapter.holding(average or {})
+    one_pass = _Pass(trees, adapter, reference, settings, iteration)
     tallies: list[Tally] = []
     for _ in range(settings.passes if settings.kl > 0 or _has_signal(trees) else 0):
-        tally = one_pass.gradient(first=not tallies, clip=_clip(settings.clip, noise))
+        tally = one_pass.gradient(first=not tallies, noise=noise)
         noise = tally.replay_noise or noise
         tally.grad_norm = _step(adapter, optimizer, settings.max_grad_norm)
         tallies.append(tally)
-    clip, seconds = _clip(settings.clip, noise), time.perf_counter() - start
+    clip, seconds = max(settings.clip, NOISE_MARGIN * noise), time.perf_counter() - start
     if tallies and clip > settings.clip:
         log.info("TreeGRPO: clip %.1e lies within the replay noise (%.1e); %.1e is used", settings.clip, noise, clip)
     return summary(trees, tallies, adapter_norm=adapter.norm(), iteration=iteration, clip=clip, seconds=seconds)
-
-
-def _clip(asked: float, noise: float) -> float:
-    return max(asked, NOISE_MARGIN * noise)
 
 
 def _has_signal(trees: Sequence[Tree]) -> bool:
@@ -131,35 +144,62 @@ class Shares:
     scale: float
 
     @classmethod
-    def of(cls, trees: Sequence[Tree]) -> Shares:
-        levels = [level for tree in trees for level in tree.growth.levels]
+    def of(cls, trained: Iterable[Level]) -> Shares:
+        levels = list(trained)
         edges = sum(level.log_prob.numel() for level in levels)
         parents = sum(level.parents.shape[0] * level.parents.shape[1] for level in levels)
-        return cls(1 / edges, 1 / parents, 2.0 ** round(math.log2(edges * trees[0].leaves[0, 0].numel())))
+        return cls(1 / edges, 1 / parents, 2.0 ** round(math.log2(edges * levels[0].parents[0, 0].numel())))
+
+
+class _Edges:
+    """What is to be trained of one level, and what the policy that drew its edges made of them."""
+
+    def __init__(self, level: Level, advantage: Tensor, chosen: Tensor | None, keep_mean: bool) -> None:
+        if chosen is not None:
+            level, advantage = level.only(chosen), taken(advantage, children_of(chosen, level.branching))
+        self.level, self.advantage = level, advantage
+        self.log_prob = level.log_prob.clone()
+        """(N * k, P), the rollout's; of fresh trees the first replay's, to which ratios are taken."""
+        self.mean = torch.empty_like(level.parents, dtype=torch.float32) if keep_mean else None
+        """(N, P, *latent) of the first replay, to which ``ratio_norm`` compares; None: it is off."""
+
+
+def _to_train(tree: Tree) -> Iterator[tuple[Level, Tensor, Tensor | None]]:
+    """Every level that is trained, with its advantages and its trained parents (None: all)."""
+    chosen = tree.trained or [None] * len(tree.growth.levels)
+    for level, advantage, parents in zip(tree.growth.levels, tree.advantages or (), chosen, strict=True):
+        if parents is None or len(parents):
+            yield level, advantage, parents
 
 
 class _Pass:
     """The gradient of the objective over all trees, as often as it is asked for."""
 
-    def __init__(self, trees: Sequence[Tree], adapter: Adapter, settings: UpdateSettings, iteration: int) -> None:
-        self.trees, self.adapter, self.settings, self.iteration = trees, adapter, settings, iteration
+    def __init__(
+        self,
+        trees: Sequence[Tree],
+        adapter: Adapter,
+        reference: Callable[[], AbstractContextManager[None]],
+        settings: UpdateSettings,
+        iteration: int,
+    ) -> None:
+        self.trees, self.reference, self.settings, self.iteration = trees, reference, settings, iteration
         self.parameters = adapter.parameters()
-        self.shares = Shares.of(trees)
-        # The log-probabilities ratios are taken to: the rollout's, of fresh trees the first replay's.
-        self.old = [[level.log_prob.clone() for level in tree.growth.levels] for tree in trees]
+        self.edges = [[_Edges(*one, settings.ratio_norm) for one in _to_train(tree)] for tree in trees]
+        self.shares = Shares.of(edges.level for levels in self.edges for edges in levels)
         self.batches = MicroBatches(settings.max_batch, max(len(tree.prompts) for tree in trees))
 
-    def gradient(self, *, first: bool, clip: float) -> Tally:
+    def gradient(self, *, first: bool, noise: float) -> Tally:
         """Leave the gradient in the adapter's parameters and return the pass's sums."""
         tally = Tally()
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
-        for tree, old in zip(self.trees, self.old, strict=True):
+        for tree, levels in zip(self.trees, self.edges, strict=True):
             fresh = first and tree.iteration == self.iteration
 
-            def work(denoise: Denoiser, tree: Tree = tree, old: list[Tensor] = old, fresh: bool = fresh) -> None:
-                for level, advantage, log_prob in zip(tree.growth.levels, tree.advantages or (), old, strict=True):
-                    self._level(denoise, tree, level, advantage, log_prob, fresh, clip, tally)
+            def work(denoise: Denoiser, tree: Tree = tree, levels: list[_Edges] = levels, fresh: bool = fresh) -> None:
+                for edges in levels:
+                    self._level(denoise, tree, edges, fresh, noise, tally)
 
             tree.policy.use(work, train=True, checkpointing=self.settings.gradient_checkpointing)
             if fresh:
@@ -169,30 +209,20 @@ class _Pass:
             parameter.grad.div_(self.shares.scale)
         return tally
 
-    def _level(
-        self,
-        denoise: Denoiser,
-        tree: Tree,
-        level: Level,
-        advantage: Tensor,
-        old: Tensor,
-        fresh: bool,
-        clip: float,
-        tally: Tally,
-    ) -> None:
-        """Add the gradient of one level, micro-batch by micro-batch. old: (N * k, P), set to the replay if fresh."""
-        k, limit = level.branching, self.settings.advantage_clip
-        device = self.parameters[0].device
+    def _level(self, denoise: Denoiser, tree: Tree, edges: _Edges, fresh: bool, noise: float, tally: Tally) -> None:
+        """Add the gradient of one level, micro-batch by micro-batch; of a fresh tree, remember the replay."""
+        level, k, device = edges.level, edges.level.branching, self.parameters[0].device
 
         def work(nodes: slice) -> None:
-            parents, edges = level.parents[nodes].to(device), slice(nodes.start * k, nodes.stop * k)
+            parents, children = level.parents[nodes].to(device), slice(nodes.start * k, nodes.stop * k)
             x = parents.flatten(0, 1)
             denoised = denoise(x, tree.sigmas[level.step])
-            log_prob = _scores(tree, level, parents, denoised, level.children[edges].to(device))
-            rollout = old[edges].flatten().to(device)
-            before = log_prob.detach() if fresh else rollout
-            a = advantage[edges].flatten().to(device).clamp(-limit, limit)
-            surrogate = clipped_surrogate(log_prob, before, a, clip).sum()
+            now = _scores(tree, level, parents, denoised, level.children[children].to(device))
+            rollout = edges.log_prob[children].flatten().to(device)
+            before = now.log_prob.detach() if fresh else rollout
+            if fresh and edges.mean is not None:
+                edges.mean[nodes] = now.mean.detach().view(-1, *parents.shape[1:])[::k]
+            surrogate, log_ratio, limits = self._surrogate(tree, edges, nodes, now, before, noise)
             loss, divergence = surrogate * self.shares.edge, 0.0
             if self.settings.kl > 0:
                 kl = self._divergence(denoise, tree, level, x, denoised).sum()
@@ -201,13 +231,31 @@ class _Pass:
 
             if fresh:
                 tally.add_noise(before - rollout)
-                old[edges] = before.view_as(old[edges])
-            tally.add_ratios((log_prob - before).detach(), clip)
+                edges.log_prob[children] = before.view_as(edges.log_prob[children])
+            tally.add_ratios(log_ratio.detach(), *limits)
             tally.parents += len(x)
             tally.loss += float(surrogate.detach())
             tally.kl += divergence
 
         self.batches.run(len(level.parents), len(tree.prompts), work)
+
+    def _surrogate(
+        self, tree: Tree, edges: _Edges, nodes: slice, now: Transition, before: Tensor, noise: float
+    ) -> tuple[Tensor, Tensor, tuple[float, float]]:
+        """The summed loss of these parents' edges, their log-ratios (E,), and the limits of the ratio around 1."""
+        settings, k = self.settings, edges.level.branching
+        log_ratio, weight = now.log_prob - before, 1.0
+        if edges.mean is not None:
+            old = _of_edges(edges.mean[nodes].to(now.mean.device), k)
+            log_ratio = normalised_log_ratio(log_ratio, now.mean, old, now.std)
+            weight = 1 / (tree.sigmas[edges.level.step] - tree.sigmas[edges.level.step + 1])
+            noise *= now.std
+        low = max(settings.clip, NOISE_MARGIN * noise)
+        high = max(settings.clip_high or settings.clip, NOISE_MARGIN * noise)
+        advantage = edges.advantage[nodes.start * k : nodes.stop * k].flatten().to(log_ratio.device)
+        advantage = advantage.clamp(-settings.advantage_clip, settings.advantage_clip)
+        loss = clipped_surrogate(log_ratio, torch.zeros_like(log_ratio), advantage, low, high).sum()
+        return loss * weight, log_ratio, (low, high)
 
     def _add_gradient(self, loss: Tensor) -> None:
         """All or nothing, unlike ``backward``: running out of memory midway must not leave half a gradient."""
@@ -218,27 +266,32 @@ class _Pass:
                 parameter.grad += gradient
 
     def _divergence(self, denoise: Denoiser, tree: Tree, level: Level, x: Tensor, denoised: Tensor) -> Tensor:
-        """KL of the policy's transition to the adapter-free model's, (N,) for N parent rows."""
+        """KL of the policy's transition to the reference's, (N,) for N parent rows."""
         sigma, sigma_next = tree.sigmas[level.step], tree.sigmas[level.step + 1]
-        with torch.no_grad(), self.adapter.disabled():
+        with torch.no_grad(), self.reference():
             reference = denoise(x, sigma)
         mean, std = moments(tree.kernel, x, denoised, sigma, sigma_next, eta=tree.eta)
         mean_ref, _ = moments(tree.kernel, x, reference, sigma, sigma_next, eta=tree.eta)
         return gaussian_kl(mean, mean_ref, std)
 
 
-def _scores(tree: Tree, level: Level, parents: Tensor, denoised: Tensor, children: Tensor) -> Tensor:
-    """Log-probabilities (n * k * P,) of the children (n * k, P, *latent) of parents (n, P, *latent)."""
+def _scores(tree: Tree, level: Level, parents: Tensor, denoised: Tensor, children: Tensor) -> Transition:
+    """The edges (n * k * P) from parents (n, P, *latent) to their children (n * k, P, *latent)."""
     k, shape = level.branching, parents.shape[:2]
     return step(
         tree.kernel,
-        parents.repeat_interleave(k, 0).flatten(0, 1),
-        denoised.unflatten(0, shape).repeat_interleave(k, 0).flatten(0, 1),
+        _of_edges(parents, k),
+        _of_edges(denoised.unflatten(0, shape), k),
         tree.sigmas[level.step],
         tree.sigmas[level.step + 1],
         eta=tree.eta,
         child=children.flatten(0, 1),
-    ).log_prob
+    )
+
+
+def _of_edges(values: Tensor, k: int) -> Tensor:
+    """(n, P, ...) of parents -> (n * k * P, ...) of their edges."""
+    return values.repeat_interleave(k, 0).flatten(0, 1)
 
 
 def _check_replay(tally: Tally) -> None:

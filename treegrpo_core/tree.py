@@ -34,6 +34,16 @@ class Level:
     children: Tensor
     log_prob: Tensor
 
+    def only(self, chosen: Tensor) -> Level:
+        """These parents, (M, P) indices, with all their children."""
+        edges = children_of(chosen, self.branching)
+        return replace(
+            self,
+            parents=taken(self.parents, chosen),
+            children=taken(self.children, edges),
+            log_prob=taken(self.log_prob, edges),
+        )
+
 
 @dataclass
 class Growth:
@@ -94,6 +104,8 @@ class Tree:
     growth: Growth
     rewards: Rewards | None = None
     advantages: tuple[Tensor, ...] | None = None
+    trained: tuple[Tensor, ...] | None = None
+    """Of each level the parents that are trained, (M, P) indices; None: all."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -120,24 +132,55 @@ class Tree:
                 f"{float(rewards.values[reward, leaf, prompt])}; "
                 "every reward must be a finite number"
             )
-        return replace(self, rewards=rewards, advantages=None)
+        return replace(self, rewards=rewards, advantages=None, trained=None)
 
     def with_advantages(
-        self, *, estimator: advantage.Estimator = "softmax", normalisation: advantage.Normalisation = "none"
+        self,
+        *,
+        estimator: advantage.Estimator = "softmax",
+        normalisation: advantage.Normalisation = "none",
+        train_steps: int = 0,
+        train_share: float = 1.0,
     ) -> Tree:
-        """The tree with an advantage (edges, P) for every edge of every level."""
+        """The tree with an advantage (edges, P) for every edge of every level.
+
+        ``train_steps``: train only so many of its stochastic steps, 0: all; ``train_share``: train only this share of
+        each step's parents, at least one per prompt. Those with the largest advantages are kept (BranchGRPO prunes
+        depth and width like this). Pruning drops edges from training alone; every leaf counts in the advantages.
+        """
         if self.rewards is None:
             raise ValueError("the tree has no rewards yet; connect a RewardScorer or TreeGRPORewardFromFloats before")
         if not any(self.rewards.weights):
             raise ValueError("rewards: all weights are 0, so there is nothing to train on; give one reward a weight")
-        if normalisation not in ("none", "per depth"):
-            raise ValueError(f"normalisation {normalisation!r} is unknown; use 'none' or 'per depth'")
+        if normalisation not in advantage.NORMALISATIONS:
+            raise ValueError(f"normalisation {normalisation!r} is unknown; use {', '.join(advantage.NORMALISATIONS)}")
         leaf = advantage.leaf_advantages(self.rewards.values, self.rewards.weights)
         log_probs = [level.log_prob.cpu() for level in self.growth.levels]
         edges = advantage.back_up(leaf, log_probs, self.plan.branching, estimator=estimator)
-        if normalisation == "per depth":
-            edges = advantage.normalise_per_depth(edges)
-        return replace(self, advantages=tuple(edges))
+        edges = advantage.NORMALISATIONS[normalisation](edges, self.plan.branching)
+        return replace(self, advantages=tuple(edges), trained=self._trained(edges, train_steps, train_share))
+
+    def _trained(self, edges: list[Tensor], steps: int, share: float) -> tuple[Tensor, ...] | None:
+        if not 0 < share <= 1:
+            raise ValueError(f"train_share is {share}; it must lie above 0 and be at most 1")
+        if not 0 <= steps <= len(edges):
+            raise ValueError(
+                f"train_steps is {steps}, but the plan has {len(edges)} stochastic steps; lower it, or 0 for all"
+            )
+        if share == 1 and steps in (0, len(edges)):
+            return None
+        return tuple(advantage.worth_training(edges, self.plan.branching, steps or len(edges), share))
+
+
+def taken(values: Tensor, chosen: Tensor) -> Tensor:
+    """Of (N, P, ...) the rows ``chosen``, (M, P) indices of each prompt: (M, P, ...)."""
+    chosen = chosen.to(values.device)
+    return values[chosen, torch.arange(values.shape[1], device=values.device)]
+
+
+def children_of(chosen: Tensor, k: int) -> Tensor:
+    """(M, P) indices of parents -> (M * k, P) indices of their children."""
+    return (chosen[:, None] * k + torch.arange(k, device=chosen.device)[:, None]).flatten(0, 1)
 
 
 def timed(tree: Tree, stage: str, seconds: float) -> Tree:

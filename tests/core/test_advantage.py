@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from treegrpo_core.advantage import back_up, leaf_advantages, normalise_per_depth, standardise
+from treegrpo_core.advantage import (
+    against_siblings,
+    back_up,
+    leaf_advantages,
+    normalise_per_depth,
+    standardise,
+    worth_training,
+)
 
 
 def test_two_by_two_tree_by_hand():
@@ -92,3 +99,25 @@ def test_bad_rewards_are_refused(rewards, weights, names):
 def test_unknown_estimator_is_refused():
     with pytest.raises(ValueError, match="'median' is unknown"):
         back_up(torch.zeros(2), [torch.zeros(2)], (2,), estimator="median")  # type: ignore[arg-type]
+
+
+def test_against_siblings_leaves_what_an_edge_adds_itself():
+    first, second = against_siblings([torch.tensor([1.0, 3.0]), torch.tensor([2.0, 0.0, 3.0, 3.0])], (2, 2))
+    assert torch.equal(first, torch.tensor([-1.0, 1.0]))
+    assert torch.equal(second, torch.tensor([1.0, -1.0, 0.0, 0.0]))
+    only_children = torch.randn(4)
+    assert torch.equal(against_siblings([only_children], (1,))[0], only_children)
+
+
+def test_the_parents_of_the_largest_advantages_are_worth_training():
+    """Two levels of two prompts; the second prompt's largest advantages are elsewhere."""
+    first = torch.tensor([[0.1, 0.2], [-0.1, 0.0]])
+    second = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.5, 3.0], [0.5, -2.0]])
+    assert [chosen.tolist() for chosen in worth_training([first, second], (2, 2), 1, 0.5)] == [[], [[0, 1]]]
+    every = [chosen.tolist() for chosen in worth_training([first, second], (2, 2), 2, 1.0)]
+    assert every == [[[0, 0]], [[0, 0], [1, 1]]]
+
+
+def test_of_equal_steps_the_first_are_trained():
+    flat = [torch.tensor([[1.0], [-1.0]])] * 3
+    assert [len(chosen) for chosen in worth_training(flat, (1, 1, 1), 2, 1.0)] == [2, 2, 0]

@@ -101,6 +101,21 @@ def test_a_window_is_a_function_of_seed_and_iteration():
     assert starts != [window.plan(10, iteration, 6).stochastic_steps[0] for iteration in range(40)]
 
 
+def test_an_adaptive_window_goes_where_rewards_spread_and_else_follows_the_law():
+    def share(policy, spread):
+        plans = [Window(policy).plan(10, iteration, 5, spread) for iteration in range(2000)]
+        return sum(plan.stochastic_steps[0] == 2 for plan in plans) / 2000
+
+    assert share("adaptive", None) == share("random", None)
+    assert share("random", {2: 1.0}) == share("random", None)
+    assert share("adaptive", dict.fromkeys(range(9), 0.0)) == share("random", None)
+    # All others promise a tenth: starts 0, 1, 2 have one good step in three, later ones none.
+    spread = {step: 1.0 if step == 2 else 0.0 for step in range(9)}
+    weights = [0.5**start * (1.2 if start <= 2 else 0.3) for start in range(7)]
+    assert share("adaptive", spread) == pytest.approx(weights[2] / sum(weights), abs=0.02)
+    assert share("adaptive", {0: 0.0, 1: 1.0}) > share("random", None)  # what was not seen may be as good as the best
+
+
 def test_fixed_and_shifting_windows():
     assert {Window("fixed", start=2).plan(10, i, 0).stochastic_steps for i in range(5)} == {(2, 3, 4)}
     shifting = Window("shifting", stride=2, period=3)

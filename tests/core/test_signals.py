@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from treegrpo_core.signals import WINDOW, correlation, diversity, spread, warnings, zero_spread
+from treegrpo_core.plan import Plan, flow_grpo_plan, tree_plan
+from treegrpo_core.signals import (
+    WINDOW,
+    correlation,
+    diversity,
+    effective_leaves,
+    spread,
+    step_spread,
+    variance_components,
+    warnings,
+    zero_spread,
+)
 from treegrpo_core.tree import Rewards
 
 
@@ -93,3 +104,36 @@ def test_an_honest_run_is_left_in_peace(curves):
 def test_a_reward_that_is_trained_down_rises_by_falling():
     (found,) = warnings(log(good=(2, 1), held=(1, 0)), {"good": -1.0, "held": 0.0})
     assert "good rises while held falls" in found
+
+
+def drawn(plan: Plan, deviations: list[float], prompts: int = 400) -> torch.Tensor:
+    """Rewards (L, P) to which the roots and each stochastic step add normal terms of these deviations."""
+    generator = torch.Generator().manual_seed(0)
+    totals = torch.zeros(1, prompts)
+    for k, deviation in zip((plan.roots, *plan.branching), deviations, strict=True):
+        totals = totals.repeat_interleave(k, 0)
+        totals = totals + deviation * torch.randn(totals.shape, generator=generator)
+    return totals
+
+
+def test_variance_is_told_apart_by_the_step_that_brought_it():
+    plan, deviations = Plan.parse("0 3 3 0 2 0", roots=4), [1.0, 2.0, 0.0, 0.5]
+    components = variance_components([drawn(plan, deviations)], plan)
+    assert components == pytest.approx([1.0, 4.0, 0.0, 0.25], abs=0.3)
+    leaves = drawn(plan, deviations)
+    mean_error = float((leaves.mean(0)).var())
+    assert effective_leaves(components, plan) == pytest.approx(float(leaves.var()) / mean_error, rel=0.2)
+
+
+def test_leaves_that_share_nothing_all_count_and_leaves_alike_count_once():
+    flat = flow_grpo_plan(5, 6)
+    assert effective_leaves(variance_components([drawn(flat, [1.0, 0, 0, 0, 0])], flat), flat) == pytest.approx(6)
+    tree = tree_plan(5, 3, 2)
+    early = variance_components([drawn(tree, [0, 1.0, 0])], tree)
+    assert effective_leaves(early, tree) == pytest.approx(3, abs=0.1)
+    assert effective_leaves(variance_components([torch.ones(9, 2)], tree), tree) == 0
+
+
+def test_the_spread_of_a_step_is_averaged_over_the_updates_that_branched_there():
+    log = [{"window": [0, 1], "step_spread": [1.0, 2.0]}, {"window": [1, 2], "step_spread": [4.0, 0.0]}, {}]
+    assert step_spread(log) == {0: 1.0, 1: 10.0, 2: 0.0}

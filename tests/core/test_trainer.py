@@ -9,11 +9,11 @@ import torch
 from pydantic import ValidationError
 from toy import SIGMAS, grow_toy, toy_run, with_rewards
 
-from treegrpo_core.objective import clipped_surrogate, gaussian_kl
+from treegrpo_core.objective import clipped_surrogate, gaussian_kl, normalised_log_ratio
 from treegrpo_core.plan import Plan, dance_grpo_plan, flow_grpo_plan, tree_plan
 from treegrpo_core.sampler import grow
 from treegrpo_core.trainer import NOISE_MARGIN, UpdateSettings, update
-from treegrpo_core.transition import KERNELS, step
+from treegrpo_core.transition import KERNELS, log_probability, moments, step
 from treegrpo_core.tree import Rewards
 
 FLOW_KERNELS = [name for name, kernel in KERNELS.items() if kernel.prediction == "flow"]
@@ -237,9 +237,107 @@ def test_surrogate_by_hand():
     assert torch.allclose(loss, torch.tensor([-1.2, 1.5, -0.5, 0.8]))
 
 
+def test_another_upper_limit_concerns_good_edges_alone():
+    log_ratio = torch.log(torch.tensor([1.5, 1.5, 0.5, 0.5]))
+    loss = clipped_surrogate(log_ratio, torch.zeros(4), torch.tensor([1.0, -1.0, 1.0, -1.0]), 0.2, 0.4)
+    assert torch.allclose(loss, torch.tensor([-1.4, 1.5, -0.5, 0.8]))
+
+
+@pytest.mark.parametrize("std", [0.05, 0.4])
+def test_normalised_ratios_have_mean_one_and_one_spread_whatever_the_noise(std):
+    """Children are the old policy's, the new one's means lie beside: plain ratios are lower and spread with 1 / std."""
+    mean_old = torch.zeros(20000, 4, 2, 2)
+    mean, child = mean_old + 0.01, std * torch.randn(mean_old.shape, generator=torch.Generator().manual_seed(0))
+    plain = log_probability(child, mean, std) - log_probability(child, mean_old, std)
+    log_ratio = normalised_log_ratio(plain, mean, mean_old, std)
+    error = float(plain.std()) / math.sqrt(len(plain))
+    assert float(plain.mean()) == pytest.approx(-(0.01**2) / (2 * std**2), abs=4 * error)
+    assert float(log_ratio.mean()) == pytest.approx(0, abs=5e-5)
+    assert float(log_ratio.std()) == pytest.approx(0.01 / math.sqrt(16), rel=0.05)
+
+
+def test_ratio_norm_weighs_steps_by_their_noise_and_length_in_the_first_pass(tmp_path):
+    """Where old and new policy are one, its gradient is the plain one times std / |dt|; here: of a single step."""
+    gradients = []
+    for ratio_norm in (False, True):
+        run, policy = toy_run(tmp_path, f"{ratio_norm}")
+        tree = with_rewards(grow_toy(policy, tree_plan(10, 3, 1, 4)))
+        still = torch.optim.SGD(run.adapter.parameters(), lr=0)
+        free = UpdateSettings(max_grad_norm=1e9, ratio_norm=ratio_norm)
+        gradients.append(update([tree], run.adapter, still, free).grad_norm)
+    sigma, sigma_next = SIGMAS[4], SIGMAS[5]
+    _, std = moments("flow_sde", torch.zeros(1, 1), torch.zeros(1, 1), sigma, sigma_next, eta=0.7)
+    assert gradients[1] == pytest.approx(gradients[0] * std / (sigma - sigma_next), rel=1e-4)
+
+
+def test_ratio_norm_remembers_the_means_over_passes_and_needs_a_fresh_tree(tmp_path):
+    run, policy = toy_run(tmp_path)
+    old = with_rewards(grow_toy(policy, seed=3))
+    metrics = run.update([with_rewards(grow_toy(policy))], UpdateSettings(ratio_norm=True, passes=3, max_batch=2))
+    assert metrics.log_ratio_max > 0
+    assert metrics.ratio_mean == pytest.approx(1, abs=1e-3)
+    with pytest.raises(ValueError, match="ratio_norm.*turn ratio_norm off"):
+        run.update([old], UpdateSettings(ratio_norm=True))
+
+
+def test_kl_to_the_average_is_zero_where_the_run_stands_still(tmp_path):
+    run, policy = toy_run(tmp_path)
+    run.update([with_rewards(grow_toy(policy))], SETTINGS)
+    to_average = UpdateSettings(kl=1.0, kl_reference="average")
+    run.average = run.adapter.state_dict()
+    before = run.adapter.state_dict()
+    still = update(
+        [with_rewards(grow_toy(policy))], run.adapter, run.optimizer, to_average, iteration=1, average=run.average
+    )
+    assert still.kl == 0
+    assert any(not torch.equal(before[name], value) for name, value in run.adapter.state_dict().items())
+    moved = update([with_rewards(grow_toy(policy))], run.adapter, run.optimizer, to_average, average=before)
+    assert moved.kl > 0
+
+
+def test_pruning_trains_what_it_keeps_as_a_tree_of_its_own(tmp_path):
+    """Steps and parents left out cost nothing, and the others' gradient is that of their edges alone."""
+    run, policy = toy_run(tmp_path)
+    tree = grow_toy(policy, tree_plan(10, 3, 3, 1))
+    rewards = torch.randn(27, 2, generator=torch.Generator().manual_seed(1))
+    scored = with_rewards(tree, rewards)
+    pruned = scored.with_advantages(train_steps=2, train_share=1 / 3)
+    assert [len(chosen) for chosen in pruned.trained] == [0, 1, 3]
+    still = torch.optim.SGD(run.adapter.parameters(), lr=0)
+    metrics = update([pruned], run.adapter, still, UpdateSettings())
+    assert metrics.nfe_train == (1 + 3) * 2
+
+    def by_hand():
+        for level, advantage, chosen in zip(tree.growth.levels, pruned.advantages, pruned.trained, strict=True):
+            for parent, prompt in ((int(row[prompt]), prompt) for row in chosen for prompt in range(2)):
+                x, edges = level.parents[parent, prompt][None], slice(parent * 3, parent * 3 + 3)
+                yield level, x, level.children[edges, prompt], advantage[edges, prompt]
+
+    def work(denoise):
+        losses = []
+        for level, x, children, advantage in by_hand():
+            sigma, sigma_next = SIGMAS[level.step], SIGMAS[level.step + 1]
+            same, denoised = x.repeat(3, 1, 1, 1), denoise(x, sigma).repeat(3, 1, 1, 1)
+            log_prob = step("flow_sde", same, denoised, sigma, sigma_next, eta=0.7, child=children).log_prob
+            losses.append(-(torch.exp(log_prob - log_prob.detach()) * advantage))
+        return torch.autograd.grad(torch.cat(losses).mean(), run.adapter.parameters())
+
+    gradients = policy.use(work, train=True)
+    norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
+    assert metrics.grad_norm == pytest.approx(norm, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "bad",
-    [{"clip": 0}, {"kl": -1}, {"passes": 0}, {"max_batch": 0}, {"clipping": 1e-4}],
+    [
+        {"clip": 0},
+        {"clip_high": 0},
+        {"kl_reference": "none"},
+        {"kl": -1},
+        {"passes": 0},
+        {"max_batch": 0},
+        {"clipping": 1e-4},
+    ],
     ids=lambda bad: next(iter(bad)),
 )
 def test_bad_settings_are_refused_by_name(bad):
