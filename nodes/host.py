@@ -7,7 +7,7 @@ import hashlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -232,6 +232,17 @@ def plain_prompt(text: str) -> str:
     """A prompt as a reward should read it: without ComfyUI's weights, ``(fox:1.3) on blue`` -> ``fox on blue``."""
     parts = comfy.sd1_clip.token_weights(comfy.sd1_clip.escape_important(text), 1.0)
     return " ".join(comfy.sd1_clip.unescape_important("".join(part for part, _weight in parts)).split())
+
+
+def encoder_settings(clip: Any) -> Hashable:
+    """What an encoding depends on beside its text and the encoder; None where that cannot be told (hooks, wrappers)."""
+    try:
+        if clip.patcher.forced_hooks is not None or clip.apply_hooks_to_conds is not None:
+            return None
+        options = repr(sorted(clip.tokenizer_options.items()))
+        return clip.patcher.patches_uuid, clip.layer_idx, clip.tokenizer, options
+    except AttributeError:
+        return None
 
 
 def prompt_rows(guider: Any) -> int:

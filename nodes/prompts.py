@@ -11,6 +11,7 @@ import torch
 from comfy_api.latest import io
 
 from ..treegrpo_core.plan import derive_seed
+from .encoding import encoded
 from .policy import PolicyHandle
 from .types import CATEGORY, PolicyType
 
@@ -143,8 +144,8 @@ class Encode(io.ComfyNode):
     @classmethod
     def execute(cls, clip: list[Any], prompts: list[str]) -> io.NodeOutput:
         lines = [" ".join(prompt.split()) for prompt in prompts]
-        encoded = [clip[0].encode_from_tokens_scheduled(clip[0].tokenize(line)) for line in lines]
-        return io.NodeOutput(_stack(encoded, lines), "\n".join(lines))
+        texts = [encoded(clip[0], line) for line in lines]
+        return io.NodeOutput(_stack(texts, lines), "\n".join(lines))
 
 
 def _stack(encoded: list[Any], prompts: list[str]) -> Any:
