@@ -20,7 +20,10 @@ SEEDS = (0, 1, 2)
 WATCHED = ("text_image", "jpeg", "background_match")
 
 
-def _tree(name: str, *, tail: int = 2, **window: Any) -> Method:
+TAIL = 2
+
+
+def _tree(name: str, *, tail: int = TAIL, **window: Any) -> Method:
     return Method(name, tail_steps=tail, window=window)
 
 
@@ -42,8 +45,24 @@ PARETO = (
     _tree("k 3, d 3, tail 2, r 0.3", r=0.3),
     _tree("k 3, d 3, tail 2, r 0.7", r=0.7),
 )
+ABLATION = (
+    _tree("as it is"),
+    _tree("window always at 0", policy="fixed"),
+    _tree("adaptive window", policy="adaptive"),
+    Method("uniform average", tail_steps=TAIL, advantage={"estimator": "uniform"}),
+    Method("normalised per depth", tail_steps=TAIL, advantage={"normalisation": "per depth"}),
+    Method("against siblings", tail_steps=TAIL, advantage={"normalisation": "siblings"}),
+    Method("one step trained", tail_steps=TAIL, advantage={"train_steps": 1}),
+    Method("a third of the parents trained", tail_steps=TAIL, advantage={"train_share": 1 / 3}),
+    Method("GRPO-Guard's ratio", tail_steps=TAIL, update={"ratio_norm": True}),
+    Method("two passes", tail_steps=TAIL, update={"passes": 2}),
+    Method("two passes, clip_high five times clip", tail_steps=TAIL, update={"passes": 2, "clip_high": 5e-4}),
+    Method("KL 1 to the base", tail_steps=TAIL, update={"kl": 1.0}),
+    Method("KL 1 to the average", tail_steps=TAIL, update={"kl": 1.0, "kl_reference": "average"}),
+)
 GROUPS: dict[str, tuple[Sequence[Method], Sequence[str]]] = {
     "pareto": (PARETO, ("text_image",)),
+    "ablation": (ABLATION, ("text_image",)),
     "rivals": (RIVALS, ("text_image", "jpeg")),
 }
 """Name of a comparison -> its methods and the rewards that are trained on."""

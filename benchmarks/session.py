@@ -120,7 +120,8 @@ class Session:
 
         tree, core = self.parts["treegrpo_core.tree"], self.parts["treegrpo_core.plan"]
         source = core.Plan.parse(method.row, method.roots) if method.row else core.Window(**method.window)
-        plan = core.plan_for(source, STEPS, self.run.iteration, self.seed)
+        spread = self.parts["treegrpo_core.signals"].step_spread(self.run.log())
+        plan = core.plan_for(source, STEPS, self.run.iteration, self.seed, spread)
         plan, sigmas = core.with_tail(plan, [float(sigma) for sigma in self.sigmas], method.tail_steps)
         with torch.inference_mode():
             policy = self._policy(self.guider, len(self.prompts))
@@ -188,6 +189,7 @@ MODULES = (
     "treegrpo_core.tree",
     "treegrpo_core.run",
     "treegrpo_core.rewards",
+    "treegrpo_core.signals",
     "treegrpo_core.trainer",
     "treegrpo_core.batches",
 )
