@@ -15,11 +15,11 @@ from .session import FLAT, LEAVES, Method, Session
 
 RUNS = ROOT / "benchmarks" / "learning.jsonl"
 """One line per run, so that a long comparison can be stopped and goes on where it was."""
+BUDGET = 60.0
+"""Seconds of updates; the flat plan gets twice as many, since its end is what the others are measured by."""
 PROMPTS_PER_UPDATE, HELD_OUT, EVERY = 6, 64, 10.0
 SEEDS = (0, 1, 2)
 WATCHED = ("text_image", "jpeg", "background_match")
-
-
 TAIL = 2
 
 
@@ -27,16 +27,19 @@ def _tree(name: str, *, tail: int = TAIL, **window: Any) -> Method:
     return Method(name, tail_steps=tail, window=window)
 
 
-RIVALS = (
-    _tree("TreeGRPO", tail=0),
-    _tree("TreeGRPO, tail of 3 steps", tail=3),
-    Method("DanceGRPO, 6 of 9 steps trained", FLAT, roots=LEAVES, advantage={"train_steps": 6}),
-)
-PARETO = (
+def _variant(name: str, **settings: Any) -> Method:
+    return Method(name, tail_steps=TAIL, **settings)
+
+
+EVERY_STEP, TAIL_3, TAIL_2, TAIL_1 = TREES = (
     _tree("k 3, d 3, every step", tail=0),
     _tree("k 3, d 3, tail 3", tail=3),
     _tree("k 3, d 3, tail 2"),
     _tree("k 3, d 3, tail 1", tail=1),
+)
+FLAT_PLAN = Method("DanceGRPO, 6 of 9 steps trained", FLAT, roots=LEAVES, advantage={"train_steps": 6})
+PARETO = (
+    *TREES,
     _tree("k 2, d 3, tail 2", branching=2),
     _tree("k 2, d 4, tail 2", branching=2, depth=4),
     _tree("k 4, d 3, tail 2", branching=4),
@@ -46,26 +49,26 @@ PARETO = (
     _tree("k 3, d 3, tail 2, r 0.7", r=0.7),
 )
 ABLATION = (
-    _tree("as it is"),
+    TAIL_2,
     _tree("window always at 0", policy="fixed"),
     _tree("adaptive window", policy="adaptive"),
-    Method("uniform average", tail_steps=TAIL, advantage={"estimator": "uniform"}),
-    Method("normalised per depth", tail_steps=TAIL, advantage={"normalisation": "per depth"}),
-    Method("against siblings", tail_steps=TAIL, advantage={"normalisation": "siblings"}),
-    Method("one step trained", tail_steps=TAIL, advantage={"train_steps": 1}),
-    Method("a third of the parents trained", tail_steps=TAIL, advantage={"train_share": 1 / 3}),
-    Method("GRPO-Guard's ratio", tail_steps=TAIL, update={"ratio_norm": True}),
-    Method("two passes", tail_steps=TAIL, update={"passes": 2}),
-    Method("two passes, clip_high five times clip", tail_steps=TAIL, update={"passes": 2, "clip_high": 5e-4}),
-    Method("KL 1 to the base", tail_steps=TAIL, update={"kl": 1.0}),
-    Method("KL 1 to the average", tail_steps=TAIL, update={"kl": 1.0, "kl_reference": "average"}),
+    _variant("uniform average", advantage={"estimator": "uniform"}),
+    _variant("normalised per depth", advantage={"normalisation": "per depth"}),
+    _variant("against siblings", advantage={"normalisation": "siblings"}),
+    _variant("one step trained", advantage={"train_steps": 1}),
+    _variant("a third of the parents trained", advantage={"train_share": 1 / 3}),
+    _variant("GRPO-Guard's ratio", update={"ratio_norm": True}),
+    _variant("two passes", update={"passes": 2}),
+    _variant("two passes, clip_high five times clip", update={"passes": 2, "clip_high": 5e-4}),
+    _variant("KL 1 to the base", update={"kl": 1.0}),
+    _variant("KL 1 to the average", update={"kl": 1.0, "kl_reference": "average"}),
 )
 GROUPS: dict[str, tuple[Sequence[Method], Sequence[str]]] = {
+    "rivals": ((EVERY_STEP, TAIL_2, TAIL_1, FLAT_PLAN), ("text_image", "jpeg")),
     "pareto": (PARETO, ("text_image",)),
     "ablation": (ABLATION, ("text_image",)),
-    "rivals": (RIVALS, ("text_image", "jpeg")),
 }
-"""Name of a comparison -> its methods and the rewards that are trained on."""
+"""Name of a comparison -> its methods and the rewards that are trained on. A run they share is made once."""
 
 
 @dataclass(frozen=True)
@@ -100,23 +103,28 @@ def learn(method: Method, reward: str, seed: int, seconds: float) -> list[Point]
     raise AssertionError
 
 
-def run(groups: Iterable[str], seconds: float) -> None:
+def run(groups: Iterable[str], budget: float = BUDGET) -> None:
     """Add every run of these groups that is not in :data:`RUNS` yet; seeds outside, so that methods interleave."""
-    done = {(entry["method"], entry["reward"], entry["seed"], entry["budget"]) for entry in runs()}
-    for group, seed in itertools.product(groups, SEEDS):
+    for seed, group in itertools.product(SEEDS, groups):
         methods, rewards = GROUPS[group]
         for reward, method in itertools.product(rewards, methods):
-            if (method.name, reward, seed, seconds) in done:
+            seconds = 2 * budget if method is FLAT_PLAN else budget
+            key = {"method": method.name, "reward": reward, "seed": seed, "budget": seconds}
+            if any(key.items() <= entry.items() for entry in runs()):
                 continue
             points = [asdict(point) for point in learn(method, reward, seed, seconds)]
-            entry = {"method": method.name, "reward": reward, "seed": seed, "budget": seconds, "points": points}
-            append_line(RUNS, json.dumps(entry))
-            print(method.name, reward, seed, points[0]["rewards"][reward], points[-1]["rewards"][reward], flush=True)
+            append_line(RUNS, json.dumps({**key, "points": points}))
+            print(*key.values(), points[0]["rewards"][reward], points[-1]["rewards"][reward], flush=True)
 
 
 def runs() -> list[dict[str, Any]]:
     """All runs so far."""
     return read_lines(RUNS, json.loads)
+
+
+def of(method: str, reward: str) -> dict[int, list[dict[str, Any]]]:
+    """Seed -> the points of this method's run."""
+    return {run["seed"]: run["points"] for run in runs() if (run["method"], run["reward"]) == (method, reward)}
 
 
 def seconds_to_reach(points: Sequence[dict[str, Any]], reward: str, level: float) -> float | None:
@@ -127,3 +135,13 @@ def seconds_to_reach(points: Sequence[dict[str, Any]], reward: str, level: float
             share = 0.0 if low >= level else (level - low) / (high - low)
             return float(before["seconds"] + share * (after["seconds"] - before["seconds"]))
     return None
+
+
+def shares_of_flat(method: str, reward: str) -> list[float | None]:
+    """By seed, the time to where the flat plan ends, divided by the flat plan's; None: never there."""
+    mine, shares = of(method, reward), []
+    for seed, flat in of(FLAT_PLAN.name, reward).items():
+        if seed in mine:
+            reached = seconds_to_reach(mine[seed], reward, flat[-1]["rewards"][reward])
+            shares.append(None if reached is None else reached / flat[-1]["seconds"])
+    return shares

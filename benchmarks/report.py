@@ -1,0 +1,236 @@
+"""From benchmarks/results.json and benchmarks/learning.jsonl to the tables of docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.host import ROOT
+
+from . import learning
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+PARETO = ROOT / "docs" / "images" / "pareto.png"
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+
+
+def fill(texts: dict[str, str]) -> None:
+    """Replace the page's text between ``<!-- name -->`` and ``<!-- end -->``; ValueError if a place is missing."""
+    page = PAGE.read_text(encoding="utf-8")
+    for name, text in texts.items():
+        pattern = rf"(<!-- {name} -->\n).*?(\n<!-- end -->)"
+        page, count = re.subn(pattern, lambda match, text=text: match[1] + text + match[2], page, flags=re.DOTALL)  # type: ignore[misc]
+        if count != 1:
+            raise ValueError(f"{PAGE.name} has {count} places named {name!r}; there must be one")
+    PAGE.write_text(page, encoding="utf-8")
+
+
+def texts(results: dict[str, Any]) -> dict[str, str]:
+    """Name of each place in the page -> its text, of whatever was measured."""
+    found = {}
+    for name, work in TABLES.items():
+        section = name.split(",")[0]
+        if section in results:
+            found[name] = work(results[section]["figures"])
+            found[f"{section}, machine"] = _machine(results[section]["machine"])
+    found |= {group: text for group in learning.GROUPS if (text := learned(group))}
+    found["targets"] = targets(results)
+    return found
+
+
+def _machine(machine: dict[str, str]) -> str:
+    return "Measured on " + "; ".join(f"{name}: {value}" for name, value in machine.items()) + "."
+
+
+def _iteration(prompts: int, cfg: float) -> Callable[[list[dict[str, Any]]], str]:
+    return lambda rows: _stages([row for row in rows if (row["prompts"], row["cfg"]) == (prompts, cfg)])
+
+
+def _stages(rows: list[dict[str, Any]]) -> str:
+    return markdown(
+        ["method", "forwards", "trained", "rollout", "decode, reward", "update", "seconds", "times TreeGRPO"],
+        [
+            [
+                row["method"],
+                f"{row['forwards']:.0f}",
+                f"{row['trained']:.0f}",
+                f"{row['stages']['rollout']:.2f}",
+                f"{row['stages']['decode'] + row['stages']['reward']:.2f}",
+                f"{row['stages']['update']:.2f}",
+                f"{row['seconds']:.2f}",
+                _spread(row, "ratio"),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _spread(row: dict[str, Any], name: str, digits: int = 2) -> str:
+    text = f"{row[name]:.{digits}f}"
+    low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
+    return text if low is None or low == high else f"{text} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def _overhead(rows: list[dict[str, Any]]) -> str:
+    return markdown(
+        ["prompts", "update", "bare", "overhead"],
+        [
+            [
+                str(row["prompts"]),
+                f"{row['seconds']:.3f} s",
+                f"{row['bare_seconds']:.3f} s",
+                _spread(row, "overhead", 3),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _memory(rows: list[dict[str, Any]]) -> str:
+    return markdown(
+        ["leaves", "peak", "latents stored"],
+        [[str(row["leaves"]), f"{row['peak'] / 1e6:.0f} MB", f"{row['stored'] / 1e6:.0f} MB"] for row in rows],
+    )
+
+
+TABLES: dict[str, Callable[[Any], str]] = {
+    "iteration, one prompt": _iteration(1, 1.0),
+    "iteration, six prompts": _iteration(6, 1.0),
+    "iteration, guidance": _iteration(1, 4.0),
+    "overhead": _overhead,
+    "memory": _memory,
+}
+"""Place in the page -> what writes it; the section of the results is the part before the comma."""
+
+
+def mean_and_error(values: Sequence[float]) -> str:
+    """``mean ± standard error`` over seeds."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):+.4f} ± {error:.4f}"
+
+
+def learned(group: str) -> str:
+    """What the methods of a group learned, means over seeds; empty if there is no run yet."""
+    methods, rewards = learning.GROUPS[group]
+    rows = [
+        _learned_row(method.name, reward, list(curves.values()))
+        for reward, method in itertools.product(rewards, methods)
+        if (curves := learning.of(method.name, reward))
+    ]
+    head = ["trained on", "method", "seconds", "updates", "forwards"]
+    gains = (f"gain in `{name}`" for name in learning.WATCHED)
+    return markdown([*head, *gains, "time to the flat plan's end"], rows) if rows else ""
+
+
+def _learned_row(method: str, reward: str, curves: list[list[dict[str, Any]]]) -> list[str]:
+    ends = [curve[-1] for curve in curves]
+    shares = learning.shares_of_flat(method, reward)
+    gains = [[curve[-1]["rewards"][name] - curve[0]["rewards"][name] for curve in curves] for name in learning.WATCHED]
+    return [
+        f"`{reward}`",
+        method,
+        *(f"{statistics.mean(end[key] for end in ends):.3g}" for key in ("seconds", "updates", "forwards")),
+        *map(mean_and_error, gains),
+        ", ".join("never" if share is None else f"{share:.2f}" for share in shares) or "-",
+    ]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What was asked for, what was measured (None: not yet), and how."""
+
+    what: str
+    limit: float
+    value: float | None
+    command: str
+    at_least: bool = True
+
+    def row(self) -> list[str]:
+        sign = "at least" if self.at_least else "at most"
+        if self.value is None:
+            return [self.what, f"{sign} {self.limit:g}", "not measured", "", self.command]
+        reached = self.value >= self.limit if self.at_least else self.value <= self.limit
+        return [self.what, f"{sign} {self.limit:g}", f"{self.value:.2f}", "yes" if reached else "**no**", self.command]
+
+
+def targets(results: dict[str, Any]) -> str:
+    """Every target beside its measured figure."""
+    rows = [target.row() for target in _targets(results)]
+    return markdown(["target", "asked", "measured", "reached", "command"], rows)
+
+
+def _targets(results: dict[str, Any]) -> Iterable[Target]:
+    bench = "`python -m nox -s bench`"
+    speed = (("DanceGRPO, 6 of 9", 2.4, 3.2), ("DanceGRPO, all 9", 3.2, 4.2), ("MixGRPO", 2.0, 2.5))
+    included = [row for row in _figures(results, "iteration") if row["prompts"] == 6]
+    for name, limit, _ in speed:
+        yield Target(f"faster than {name}, included model, six prompts", limit, _ratio(included, name), bench)
+    full = f"{bench} `-- --only full-size`"
+    for name, _, limit in speed:
+        yield Target(f"faster than {name}, SD1.5", limit, _ratio(_figures(results, "full-size"), name), full)
+    for steps in (3, 2, 1):
+        flat, tail = _ratio(included, "DanceGRPO, 6 of 9"), _ratio(included, f"TreeGRPO, tail of {steps}")
+        value = flat / tail if flat and tail else None
+        yield Target(f"faster than DanceGRPO, 6 of 9, with a tail of {steps}", 5, value, bench)
+    for row in _figures(results, "overhead"):
+        yield Target(f"overhead, {row['prompts']} prompts", 1.05, row["overhead"], bench, False)
+    trees, rewards = learning.TREES, learning.GROUPS["rivals"][1]
+    for method, reward in itertools.product(trees, rewards):
+        shares = learning.shares_of_flat(method.name, reward)
+        value = statistics.mean(math.inf if share is None else share for share in shares) if shares else None
+        if shares:
+            what = f"time to the flat plan's final `{reward}`, {method.name}"
+            yield Target(what, 1 / 3, value, f"{bench} `-- --learning`", False)
+    memory = {row["leaves"]: row for row in _figures(results, "memory")}
+    beyond = (
+        (memory[243]["peak"] - memory[27]["peak"]) / (memory[243]["stored"] - memory[27]["stored"]) if memory else None
+    )
+    yield Target("memory of 243 leaves over 27, per byte of latents stored", 1.3, beyond, bench, False)
+    imported = results.get("host", {}).get("figures", {}).get("import", {}).get("seconds")
+    yield Target("seconds to import the pack", 0.3, imported, bench, False)
+
+
+def _figures(results: dict[str, Any], section: str) -> list[dict[str, Any]]:
+    return list(results.get(section, {}).get("figures", []))
+
+
+def _ratio(rows: Sequence[dict[str, Any]], name: str) -> float | None:
+    return next((float(row["ratio"]) for row in rows if row["method"].startswith(name)), None)
+
+
+def draw_pareto(path: Path = PARETO) -> None:
+    """Held-out gain against seconds of training, a curve per way, means over seeds."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import numpy as np
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    methods, (reward,) = learning.GROUPS["pareto"]
+    for number, method in enumerate(methods):
+        curves = list(learning.of(method.name, reward).values())
+        if not curves:
+            continue
+        seconds = np.linspace(0, min(curve[-1]["seconds"] for curve in curves), 20)
+        gains = [
+            np.interp(seconds, [point["seconds"] for point in curve], [point["rewards"][reward] for point in curve])
+            - curve[0]["rewards"][reward]
+            for curve in curves
+        ]
+        style = ["-", "--", ":"][number // 10]
+        axes.plot(seconds, np.mean(gains, 0), style, color=f"C{number % 10}", label=method.name)
+    axes.set(xlabel="seconds of training, one core", ylabel="held-out gain", ylim=(-0.02, None))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, ncols=2)
+    figure.savefig(path, dpi=130)
