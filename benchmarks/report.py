@@ -28,8 +28,8 @@ def fill(texts: dict[str, str]) -> None:
     """Replace the page's text between ``<!-- name -->`` and ``<!-- end -->``; ValueError if a place is missing."""
     page = PAGE.read_text(encoding="utf-8")
     for name, text in texts.items():
-        pattern = rf"(<!-- {name} -->\n).*?(\n<!-- end -->)"
-        page, count = re.subn(pattern, lambda match, text=text: match[1] + text + match[2], page, flags=re.DOTALL)  # type: ignore[misc]
+        pattern, new = rf"(?<=<!-- {name} -->\n).*?(?=<!-- end -->)", text + "\n"
+        page, count = re.subn(pattern, lambda _, new=new: new, page, flags=re.DOTALL)  # type: ignore[misc]
         if count != 1:
             raise ValueError(f"{PAGE.name} has {count} places named {name!r}; there must be one")
     PAGE.write_text(page, encoding="utf-8")
@@ -77,7 +77,7 @@ def _stages(rows: list[dict[str, Any]]) -> str:
 
 def _spread(row: dict[str, Any], name: str, digits: int = 2) -> str:
     text = f"{row[name]:.{digits}f}"
-    low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
+    low, high = row.get(f"{name}_low", row.get("low")), row.get(f"{name}_high", row.get("high"))
     return text if low is None or low == high else f"{text} ({low:.{digits}f} to {high:.{digits}f})"
 
 
@@ -103,12 +103,37 @@ def _memory(rows: list[dict[str, Any]]) -> str:
     )
 
 
+def _profile(rows: list[dict[str, Any]]) -> str:
+    head = ["milliseconds of", *(f"prompts: {row['prompts']}" for row in rows)]
+    items = [
+        [item, *(f"{1000 * row['items'][item]:.1f} ({row['items'][item] / row['seconds']:.0%})" for row in rows)]
+        for item in rows[0]["items"]
+    ]
+    return markdown(head, [*items, ["all", *(f"{1000 * row['seconds']:.0f}" for row in rows)]])
+
+
+def _host(figures: dict[str, Any]) -> str:
+    first, graph = figures["first forward"], figures["graph"]
+    rows = [
+        ["import of the pack, by core's own loader in a new process", _spread(figures["import"], "seconds")],
+        ["from Queue to the first forward of the quickstart, new server", f"{first['cold']:.2f}"],
+        ["the same, when it has run before", _spread(first["warm"], "seconds")],
+    ]
+    for row in graph:
+        what = f"{row['prompts']} prompts: an update in a loop, beside its own {row['update']:.2f} s"
+        rows += [[what, f"{row['loop']:.3f}"], ["the same as a Queue of its own", f"{row['queues']:.3f}"]]
+    return markdown(["what is waited for", "seconds"], rows)
+
+
 TABLES: dict[str, Callable[[Any], str]] = {
     "iteration, one prompt": _iteration(1, 1.0),
     "iteration, six prompts": _iteration(6, 1.0),
     "iteration, guidance": _iteration(1, 4.0),
     "overhead": _overhead,
     "memory": _memory,
+    "full-size": _stages,
+    "profile": _profile,
+    "host": _host,
 }
 """Place in the page -> what writes it; the section of the results is the part before the comma."""
 
