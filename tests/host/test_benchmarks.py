@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 
+from benchmarks import learning, report
 from tools.host import ROOT
 
 MEASURE = """
 import json
 from benchmarks import iteration
-rows = iteration.measure(["fox on blue"], 1.0, 3)
+rows = iteration.measure(["fox on blue"], 1.0, 2)
 print(json.dumps([rows, iteration.overhead(["fox on blue"], 5)]))
 """
 
@@ -26,23 +28,47 @@ def figures():
 
 
 def test_every_method_spends_the_forwards_of_its_plan(figures):
-    counts = {row["method"].split(",")[0]: (row["forwards"], row["trained"]) for row in reversed(figures[0])}
+    counts = {row["method"]: (row["forwards"], row["trained"]) for row in figures[0]}
+    law = [0.5**start for start in range(7)]
+    mean_start = sum(start * weight for start, weight in enumerate(law)) / sum(law)
+    assert counts.pop("TreeGRPO") == pytest.approx((202 - 26 * mean_start, 13))
     assert counts == {
-        "TreeGRPO": (202, 13),
-        "DanceGRPO": (270, 162),
-        "DanceGRPO with the first step shared": (244, 136),
-        "MixGRPO": (270, 108),
-        "BranchGRPO": (118, 91),
+        "TreeGRPO, tail of 3": (95, 13),
+        "TreeGRPO, tail of 2": (68, 13),
+        "TreeGRPO, tail of 1": (41, 13),
+        "DanceGRPO, 6 of 9 steps trained": (270, 162),
+        "DanceGRPO, all 9 steps trained; Flow-GRPO": (270, 243),
+        "DanceGRPO with the first step shared, 6 of 9 trained": (244, 136),
+        "MixGRPO, window of 4": (270, 108),
+        "BranchGRPO, 3 splits in 3": (118, 91),
     }
-    tail = next(row for row in figures[0] if "tail" in row["method"])
-    assert (tail["forwards"], tail["trained"]) == (94, 13)
 
 
 def test_the_tree_is_clearly_faster_than_flat_plans(figures):
     ratios = {row["method"]: row["ratio"] for row in figures[0]}
     assert ratios["DanceGRPO, 6 of 9 steps trained"] > 1.2
     assert ratios["DanceGRPO, all 9 steps trained; Flow-GRPO"] > 1.5
+    assert ratios["TreeGRPO, tail of 1"] < 0.95
 
 
 def test_little_is_spent_beside_the_models_own_work(figures):
     assert figures[1]["overhead"] < 1.5
+
+
+def test_the_page_has_a_place_for_every_figure_and_every_target_a_verdict(tmp_path, monkeypatch):
+    page = tmp_path / "benchmarks.md"
+    shutil.copy(report.PAGE, page)
+    monkeypatch.setattr(report, "PAGE", page)
+    results = json.loads((ROOT / "benchmarks" / "results.json").read_text(encoding="utf-8"))
+    report.fill(report.texts(results))
+    assert page.read_text(encoding="utf-8") == (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    for line in report.targets(results).splitlines()[2:]:
+        assert line.split("|")[4].strip() in ("yes", "**no**", ""), line
+        assert "not measured" not in line
+
+
+def test_time_to_a_level_lies_between_the_evaluations_around_it():
+    points = [{"seconds": seconds, "rewards": {"a": value}} for seconds, value in ((0, 1.0), (10, 2.0), (20, 4.0))]
+    assert learning.seconds_to_reach(points, "a", 3.0) == 15
+    assert learning.seconds_to_reach(points, "a", 1.0) == 0
+    assert learning.seconds_to_reach(points, "a", 5.0) is None
