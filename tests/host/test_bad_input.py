@@ -70,6 +70,7 @@ CASES = {
         "no preset .* and no pattern",
     ),
     "other targets": ("policy", {"targets": "all linear"}, "TreeGRPOPolicy", "targets 'attention[+]mlp'"),
+    "more steps to train than there are": ("advantage", {"train_steps": 3}, "TreeAdvantage", "train_steps is 3"),
     "weightless rewards": ("reward", {"weight": 0.0}, "TreeAdvantage", "all weights are 0"),
 }
 

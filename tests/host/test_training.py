@@ -146,6 +146,21 @@ def test_kl_to_the_base_model_is_zero_at_first_and_then_positive(comfy, graph, r
     assert second["kl"] > 0
 
 
+def test_the_settings_of_the_update_reach_it(comfy, graph, run_name):
+    """Two passes over one of two steps, a half of its parents; and the log knows what each step was worth."""
+    nodes = training(graph, run_name, iterations=2).set("sampler", window="adaptive")
+    nodes.set("advantage", normalisation="siblings", train_steps=1, train_share=0.5)
+    nodes.set("update", passes=2, ratio_norm=True, clip_high=1e-3, kl=0.1, kl_reference="average")
+    comfy.run(graph)
+    log = comfy.output / "treegrpo" / run_name / "metrics.jsonl"
+    first, second = (json.loads(line) for line in log.read_text().splitlines())
+    assert first["nfe_train"] == second["nfe_train"] == 2 * 2
+    assert len(first["step_spread"]) == len(first["window"]) == 2
+    assert 1 <= first["effective_leaves"] <= 4
+    assert second["kl"] > 0
+    assert second["log_ratio_max"] > 0
+
+
 def test_one_prompt_through_plain_text_encode(comfy, graph, run_name):
     nodes = training(graph, run_name)
     single = graph.add("CLIPTextEncode", clip=nodes.model[1], text="fox on blue")
