@@ -130,7 +130,9 @@ class Session:
             bare = tree.Tree(
                 plan, sigmas, "flow_sde", 0.7, tuple(self.prompts), policy, self.run.iteration, tree.Growth([], size, 0)
             )
-            grown = self.parts["nodes.sampling"].grown(bare, self.noise, self.max_batch, None, method.tail_steps > 0, None)
+            grown = self.parts["nodes.sampling"].grown(
+                bare, self.noise, self.max_batch, None, method.tail_steps > 0, None
+            )
             scored = self._scored(grown).with_advantages(**method.advantage)
         return first_levels(scored, method.trained) if method.trained else scored
 
@@ -187,6 +189,7 @@ MODULES = (
     "treegrpo_core.bundled.captions",
     "treegrpo_core.plan",
     "treegrpo_core.tree",
+    "treegrpo_core.sampler",
     "treegrpo_core.run",
     "treegrpo_core.rewards",
     "treegrpo_core.trainer",
