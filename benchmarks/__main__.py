@@ -51,7 +51,7 @@ SECTIONS: dict[str, Callable[[int], Any]] = {
     "memory": lambda _: [measure_memory.measure(depth) for depth in measure_memory.DEPTHS],
     "host": lambda repetitions: host.measure(repetitions),
     "search": lambda repetitions: search.measure(range(repetitions)),
-    "full-size": lambda _: full_size.measure(),
+    "full-size": lambda _: full_size.measure_all(),
 }
 """Name -> what measures it, given the number of repetitions."""
 LONG = ("search", "full-size")

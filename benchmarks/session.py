@@ -59,7 +59,9 @@ def load_pack() -> ModuleType:
 
 @dataclass
 class Session:
-    """The included model under one guidance, with a run of its own, ready for updates of any plan."""
+    """A model, here the included one, under one guidance, with a run of its own, ready for updates of any plan."""
+
+    latent = (16, 8, 8)
 
     prompts: Sequence[str]
     cfg: float = 1.0
@@ -77,22 +79,33 @@ class Session:
 
         self.parts = {name: importlib.import_module(f"{PACK}.{name}") for name in MODULES}
         with torch.inference_mode():
-            self.model, self.clip, self.vae = self.parts["nodes.tiny_model"].TinyModel.execute().args
+            self._load()
+        self.family = self.parts["nodes.host"].architecture(self.model)
         self.run = self._new_run()
         self.patcher = self.parts["nodes.host"].with_adapter(self.model, self.run.adapter)
         self.use_prompts(self.prompts)
         self.noise = Noise_RandomNoise(self.seed)
-        self.sigmas = self.parts["nodes.host"].schedule(self.patcher, "simple", STEPS)
+        self.sigmas = self.parts["nodes.host"].schedule(self.patcher, self.family.scheduler, STEPS)
         rewards = self.parts["treegrpo_core.rewards"]
         self.scorers = [
             rewards.WeightedReward(rewards.load_reward(name), float(name == self.rewards[0])) for name in self.rewards
         ]
 
+    def _load(self) -> None:
+        """Make ``model``, ``vae`` and what :meth:`encode` needs, as core's objects."""
+        self.model, self.clip, self.vae = self.parts["nodes.tiny_model"].TinyModel.execute().args
+
+    def encode(self, prompts: Sequence[str]) -> Any:
+        """Conditioning with one row per prompt."""
+        return self.parts["nodes.prompts"].Encode.execute([self.clip], list(prompts)).args[0]
+
     def _new_run(self) -> Any:
         import torch
 
         run = self.parts["treegrpo_core.run"]
-        settings = run.RunSettings(base="bench", architecture="SD3", learning_rate=self.learning_rate, seed=self.seed)
+        settings = run.RunSettings(
+            base="bench", architecture=self.family.name, learning_rate=self.learning_rate, seed=self.seed
+        )
         self.folder = tempfile.TemporaryDirectory()
         with torch.inference_mode(False):
             return run.Run.create(Path(self.folder.name), "bench", settings, self.model.model.diffusion_model)
@@ -105,10 +118,8 @@ class Session:
         import comfy.samplers
         import torch
 
-        encode = self.parts["nodes.prompts"].Encode.execute
         with torch.inference_mode():
-            positive = encode([self.clip], list(prompts)).args[0]
-            negative = encode([self.clip], [""]).args[0]
+            positive, negative = self.encode(prompts), self.encode([""])
         guider = comfy.samplers.CFGGuider(self.patcher)
         guider.set_conds(positive, negative)
         guider.set_cfg(self.cfg)
@@ -123,12 +134,12 @@ class Session:
         spread = self.parts["treegrpo_core.signals"].step_spread(self.run.log())
         plan = core.plan_for(source, STEPS, self.run.iteration, self.seed, spread)
         plan, sigmas = core.with_tail(plan, [float(sigma) for sigma in self.sigmas], method.tail_steps)
+        transition = self.parts["treegrpo_core.transition"]
         with torch.inference_mode():
             policy = self._policy(self.guider, len(self.prompts))
-            size = policy.latent
-            bare = tree.Tree(
-                plan, sigmas, "flow_sde", 0.7, tuple(self.prompts), policy, self.run.iteration, tree.Growth([], size, 0)
-            )
+            kernel = transition.choose_kernel("auto", policy.prediction, self.family.kernel)
+            eta, empty = transition.KERNELS[kernel].default_eta, tree.Growth([], policy.latent, 0)
+            bare = tree.Tree(plan, sigmas, kernel, eta, tuple(self.prompts), policy, self.run.iteration, empty)
             grown = self.parts["nodes.sampling"].grown(
                 bare, self.noise, self.max_batch, None, method.tail_steps > 0, None
             )
@@ -141,8 +152,11 @@ class Session:
     def _policy(self, guider: Any, prompts: int) -> Any:
         import torch
 
-        size = self.parts["nodes.host"].fix_latent(self.patcher, {"samples": torch.zeros(1, 16, 8, 8)}, prompts)
-        return self.parts["nodes.guided"].GuidedPolicy(self.run, guider, size, self.sigmas, "flow")
+        host = self.parts["nodes.host"]
+        size = host.fix_latent(self.patcher, {"samples": torch.zeros(1, *self.latent)}, prompts)
+        return self.parts["nodes.guided"].GuidedPolicy(
+            self.run, guider, size, self.sigmas, host.prediction_of(self.patcher)
+        )
 
     def evaluate(self, prompts: Sequence[str]) -> dict[str, float]:
         """Mean of every reward over one picture of each prompt, from the same noise every time."""
@@ -187,6 +201,8 @@ MODULES = (
     "treegrpo_core.bundled.captions",
     "treegrpo_core.plan",
     "treegrpo_core.tree",
+    "treegrpo_core.sampler",
+    "treegrpo_core.transition",
     "treegrpo_core.run",
     "treegrpo_core.rewards",
     "treegrpo_core.signals",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+import folder_paths
 import torch
 from comfy_api.latest import io, ui
+from PIL import Image
 
 from ..treegrpo_core.picture import draw_tree
 from ..treegrpo_core.tree import Tree
@@ -38,8 +41,15 @@ class Preview(io.ComfyNode):
     def execute(cls, tree: Tree, prompt: int) -> io.NodeOutput:
         if prompt >= len(tree.prompts):
             raise ValueError(f"prompt is {prompt}, but this tree has {len(tree.prompts)} prompts, counted from 0")
-        picture = np.asarray(draw_tree(tree, prompt), dtype=np.float32) / 255
-        return io.NodeOutput(ui=ui.PreviewImage(torch.from_numpy(picture)[None], cls=cls))
+        return io.NodeOutput(ui=_shown(draw_tree(tree, prompt)))
+
+
+def _shown(picture: Image.Image) -> ui.SavedImages:
+    """The picture among ComfyUI's temporary files. As JPEG: core's PNG of it takes as long as several forwards."""
+    folder, name = Path(folder_paths.get_temp_directory()), f"treegrpo_{uuid.uuid4().hex}.jpg"
+    folder.mkdir(parents=True, exist_ok=True)
+    picture.save(folder / name, quality=92, subsampling=0)
+    return ui.SavedImages([ui.SavedResult(name, "", io.FolderType.temp)])
 
 
 class BestLeaf(io.ComfyNode):

@@ -11,11 +11,13 @@ import json
 import shutil
 import sys
 import time
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from tqdm import tqdm
 
 from tools.client import Graph, Node, Outputs
@@ -93,7 +95,7 @@ def train(comfy: Server, graph: Graph) -> str:
     shutil.copy2(log, OUTPUT / "metrics.jsonl")
     # The preview inside the loop is shown once per update, by copies of the node whose ids end in its own.
     trees = [shown["images"][0] for node, shown in outputs.ui.items() if node.split(".")[-1] == preview.id]
-    (OUTPUT / "tree.png").write_bytes(comfy.view(trees[-1]))
+    Image.open(BytesIO(comfy.view(trees[-1]))).save(OUTPUT / "tree.png")
     reward_curves(OUTPUT / "reward.png", metrics)
     (name,) = set(comfy.files("LoraLoaderModelOnly", "lora_name")) - known
     folders = (comfy.base / "models" / "loras", comfy.output / "loras")

@@ -108,6 +108,13 @@ class Adapter:
         # peft's layer, by the name of the layer it wraps.
         self.layers: dict[str, Any] = {name: shell[name.replace(".", "/")] for name in bases}
 
+        # Listed once: peft's layers are walked slowly, and an update asks often.
+        self._parameters = {
+            f"{name}.{part.replace('.default', '')}": parameter
+            for name, layer in self.layers.items()
+            for part, parameter in layer.named_parameters()
+            if not part.startswith("base_layer.")
+        }
         # peft takes the dtype of the base weights; half precision would round updates away.
         for parameter in self.parameters():
             parameter.data = parameter.data.float()
@@ -120,23 +127,24 @@ class Adapter:
     def put_in(self, module: nn.Module) -> None:
         """Wrap the layers of ``module``, which may be another instance of the same model than the one built for."""
         for name, layer in self.layers.items():
-            current: Any = module.get_submodule(name)
+            parent, place, current = _find(module, name)
             if current is layer:
                 continue
-            if current.weight.shape != layer.weight.shape:
-                raise ValueError(
-                    f"layer {name} has shape {tuple(current.weight.shape)}, the adapter was built for "
-                    f"{tuple(layer.weight.shape)}: this is another model"
-                )
-            layer.base_layer = current
-            _set_submodule(module, name, layer)
+            if current is not layer.base_layer:
+                if current.weight.shape != layer.weight.shape:
+                    raise ValueError(
+                        f"layer {name} has shape {tuple(current.weight.shape)}, the adapter was built for "
+                        f"{tuple(layer.weight.shape)}: this is another model"
+                    )
+                layer.base_layer = current
+            setattr(parent, place, layer)
 
     def take_out(self, module: nn.Module) -> None:
         """Give ``module`` its own layers back."""
         for name, layer in self.layers.items():
-            current: Any = module.get_submodule(name)
+            parent, place, current = _find(module, name)
             if current is layer:
-                _set_submodule(module, name, layer.base_layer)
+                setattr(parent, place, layer.base_layer)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -165,15 +173,10 @@ class Adapter:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The trained tensors by ``<layer>.<part>``: ``lora_A.weight`` (rank, in), ``lora_B.weight`` (out, rank) ..."""
-        return {
-            f"{name}.{part.replace('.default', '')}": parameter
-            for name, layer in self.layers.items()
-            for part, parameter in layer.named_parameters()
-            if not part.startswith("base_layer.")
-        }
+        return self._parameters
 
     def parameters(self) -> list[nn.Parameter]:
-        return list(self.named_parameters().values())
+        return list(self._parameters.values())
 
     def to(self, device: Any) -> None:
         """Move the adapter's own weights (never the model's) to ``device``."""
@@ -295,6 +298,9 @@ def _peft_config(kind: str, rank: int, alpha: float, layers: list[str]) -> Any:
     )
 
 
-def _set_submodule(module: nn.Module, name: str, layer: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(parent), leaf, layer)
+def _find(module: nn.Module, name: str) -> tuple[nn.Module, str, Any]:
+    """The part of ``module`` that holds the layer of this full name, what the layer is called there, and the layer."""
+    *path, place = name.split(".")
+    for part in path:  # not by get_submodule: the host asks for all layers six times an update
+        module = module._modules[part]  # type: ignore[assignment]
+    return module, place, module._modules[place]

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from benchmarks import learning, report
+from benchmarks import host, learning, report
 from tools.host import ROOT
 
 MEASURE = """
@@ -72,3 +72,54 @@ def test_time_to_a_level_lies_between_the_evaluations_around_it():
     assert learning.seconds_to_reach(points, "a", 3.0) == 15
     assert learning.seconds_to_reach(points, "a", 1.0) == 0
     assert learning.seconds_to_reach(points, "a", 5.0) is None
+
+
+FULL_SIZE = """
+import json
+from benchmarks import full_size
+full_size.FullSize.whole = False
+one = full_size.session(8)
+print(json.dumps([full_size.rows(one, (1, 3)), full_size.measure(one)]))
+"""
+
+
+def test_full_size_counts_are_those_of_whole_updates():
+    """A backward counts as two forwards; most of the tree's starts lie between measured ones."""
+    done = subprocess.run([sys.executable, "-c", FULL_SIZE], cwd=ROOT, check=True, capture_output=True, text=True)
+    rows, methods = json.loads(done.stdout.splitlines()[-1])
+    assert [row["batch"] for row in rows] == [1, 3]
+    assert [round(row["forwards"] + 3 * row["trained"]) for row in methods] == [216, 756, 999, 594]
+    assert methods[0]["ratio"] == 1 < min(row["ratio"] for row in methods[1:])
+
+
+PROFILE = """
+import json
+from benchmarks import profile
+print(json.dumps(profile.measure(["fox on blue"], 3)))
+"""
+
+
+def test_the_profile_accounts_for_the_whole_update():
+    done = subprocess.run([sys.executable, "-c", PROFILE], cwd=ROOT, check=True, capture_output=True, text=True)
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert all(seconds > 0 for seconds in figures["items"].values()), "an item's function is not called any more"
+    assert sum(figures["items"].values()) == pytest.approx(figures["seconds"], rel=0.3)
+    assert figures["items"]["model forward"] > sum(figures["items"].values()) / 3
+    assert figures["overhead"] < 0.5
+    assert 0 < figures["operators"] < 1
+
+
+def test_the_graph_costs_little_beside_the_update():
+    figures = host.graph_seconds(3, 1)
+    assert 0 < figures["loop"] < figures["update"]
+    assert figures["loop"] < 2 * figures["queues"]
+
+
+def test_the_first_queue_takes_longest_to_its_first_forward():
+    figures = host.first_forward(2)
+    assert 0 < figures["warm"]["low"] < figures["cold"]
+
+
+def test_importing_the_pack_is_timed():
+    figures = host.import_seconds(2)
+    assert 0 < figures["low"] <= figures["seconds"] <= figures["high"]
