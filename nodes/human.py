@@ -110,7 +110,7 @@ class HumanReward(io.ComfyNode):
 
 
 def _session(tree: Tree, pictures: list[list[bytes]], mode: Any, minutes: float, comparisons: int) -> Session:
-    policy: GuidedPolicy = tree.policy  # type: ignore[assignment]
+    policy: Any = tree.policy
     judging = Judging(mode, len(tree.prompts), tree.plan.leaves, comparisons=comparisons, seed=tree.iteration)
     return Session(
         judging, tree.prompts, pictures, policy.run.folder, tree.iteration, host.running_prompt(), minutes * 60
