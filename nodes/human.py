@@ -13,7 +13,6 @@ from ..treegrpo_core.human import MODES, Judging
 from ..treegrpo_core.rewards import check_pictures
 from ..treegrpo_core.tree import Rewards, Tree, timed
 from . import host
-from .guided import GuidedPolicy
 from .judging import Session, jpegs
 from .reward import decode, thumbnails
 from .types import CATEGORY, TreeType
