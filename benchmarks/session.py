@@ -144,6 +144,10 @@ class Session:
         size = self.parts["nodes.host"].fix_latent(self.patcher, {"samples": torch.zeros(1, 16, 8, 8)}, prompts)
         return self.parts["nodes.guided"].GuidedPolicy(self.run, guider, size, self.sigmas, "flow")
 
+    def policy(self) -> Any:
+        """The policy of the prompts in use, as the nodes see it."""
+        return self._policy(self.guider, len(self.prompts))
+
     def evaluate(self, prompts: Sequence[str]) -> dict[str, float]:
         """Mean of every reward over one picture of each prompt, from the same noise every time."""
         import torch
@@ -184,8 +188,10 @@ MODULES = (
     "nodes.sampling",
     "nodes.reward",
     "nodes.evaluate",
+    "nodes.search",
     "treegrpo_core.bundled.captions",
     "treegrpo_core.plan",
+    "treegrpo_core.sampler",
     "treegrpo_core.tree",
     "treegrpo_core.run",
     "treegrpo_core.rewards",
