@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import comb
 from typing import Any
@@ -38,16 +38,31 @@ class Search:
 
 
 SEARCHES = (
-    Search(3, 3, 6, 2, 3),
-    Search(3, 5, 4, 3, 9),
+    Search(4, 5, 4, 1, 2),
+    Search(3, 6, 3, 2, 1),
+    Search(4, 5, 4, 3, 4),
+    Search(4, 6, 3, 2, 4),
+    Search(4, 7, 2, 4, 8),
+    Search(5, 6, 3, 6, 12),
+    # What each part is worth, near the forwards of the third:
+    Search(1, 1, 4, 4, 11),
+    Search(7, 1, 4, 0, 2),
+    Search(4, 5, 0, 3, 4),
+    Search(4, 5, 4, 3, 4, eta=0.35),
+    Search(4, 5, 4, 3, 4, eta=1.0),
+    Search(4, 3, 2, 3, 4, tail_steps=2),
 )
+"""Two for each of about 40 and 80 forwards, one for 160 and 270, then variants."""
 STOCHASTIC = Search(1, STEPS - 1, 0, 0, 48)
 """Separate pictures with noise in every step but the last."""
 
 
-def measure(
-    reward: str = "text_image", searches: Sequence[Search] = SEARCHES, seeds: Sequence[int] = SEEDS
-) -> list[dict[str, Any]]:
+def measure(reward: str = "text_image", searches: Sequence[Search] = SEARCHES) -> list[dict[str, Any]]:
+    """The rows of :func:`rows` as a list."""
+    return list(rows(reward, searches, SEEDS))
+
+
+def rows(reward: str, searches: Sequence[Search], seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
     """One row per way of sampling: forwards and seconds per prompt, and the best picture's rewards.
 
     ``gain`` is the paired difference to the best of as many separate pictures, by Euler, as take the same forwards.
@@ -59,20 +74,18 @@ def measure(
     start = time.perf_counter()
     pool = separate(session)
     seconds = (time.perf_counter() - start) / POOL
-    rows = [_row(session, f"best of {n}", n * STEPS, n * seconds, best_of(pool, n), pool) for n in NUMBERS]
+    for n in NUMBERS:
+        yield _row(session, f"best of {n}", n * STEPS, n * seconds, best_of(pool, n), pool)
     start = time.perf_counter()
     noisy = searched(session, STOCHASTIC, 0)[0].rewards.values
     seconds = (time.perf_counter() - start) / STOCHASTIC.roots
-    rows += [
-        _row(session, f"best of {n}, stochastic steps", n * STEPS, n * seconds, best_of(noisy, n), pool)
-        for n in NUMBERS
-    ]
+    for n in NUMBERS:
+        yield _row(session, f"best of {n}, stochastic steps", n * STEPS, n * seconds, best_of(noisy, n), pool)
     for search in searches:
         start = time.perf_counter()
         best, forwards = _best(session, search, seeds)
         seconds = (time.perf_counter() - start) / len(seeds)
-        rows.append(_row(session, str(search), forwards, seconds, best, pool))
-    return rows
+        yield _row(session, str(search), forwards, seconds, best, pool)
 
 
 def separate(session: Session) -> Any:
@@ -159,7 +172,7 @@ def _row(session: Session, way: str, forwards: int, seconds: float, best: Any, p
 def main() -> None:
     """Print the rows of one reward."""
     reward = sys.argv[1] if len(sys.argv) > 1 else "text_image"
-    for row in measure(reward):
+    for row in rows(reward, SEARCHES, SEEDS):
         print(", ".join(f"{name} {value:.4g}" if name != "way" else value for name, value in row.items()), flush=True)
 
 
