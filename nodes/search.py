@@ -45,11 +45,11 @@ class Search(io.ComfyNode):
                 ),
                 io.Vae.Input("vae", tooltip="The VAE of the model."),
                 RewardType.Input("reward", tooltip="What a good picture is: one reward or a chain of them."),
-                io.Int.Input("branching", default=3, min=1, max=64, tooltip="Children per node in the window (k)."),
+                io.Int.Input("branching", default=4, min=1, max=64, tooltip="Children per node in the window (k)."),
                 io.Int.Input(
-                    "depth", default=3, min=1, max=64, tooltip="Branching steps, the width of the window (d)."
+                    "depth", default=5, min=1, max=64, tooltip="Branching steps, the width of the window (d)."
                 ),
-                io.Int.Input("start", default=2, min=0, max=1000, tooltip="First step of the window, from 0."),
+                io.Int.Input("start", default=4, min=0, max=1000, tooltip="First step of the window, from 0."),
                 io.Int.Input(
                     "beam",
                     default=3,
@@ -58,7 +58,7 @@ class Search(io.ComfyNode):
                     tooltip="Nodes per prompt that go on after each step of the window, the best by an early reward. "
                     "0: all go on, and only the finished pictures are scored.",
                 ),
-                io.Int.Input("roots", default=1, min=1, max=1024, tooltip="Independent initial noises per prompt."),
+                io.Int.Input("roots", default=4, min=1, max=1024, tooltip="Independent initial noises per prompt."),
                 io.Combo.Input(
                     "kernel",
                     options=["auto", *KERNELS],
