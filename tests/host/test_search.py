@@ -9,10 +9,25 @@ import numpy as np
 import pytest
 import torch
 from graphs import PROMPTS, ordinary_image, training
+from random_graphs import random_guider, random_model
 
 from tools.client import ExecutionError, Graph, Node
+from treegrpo_core.architectures import architecture_named
 from treegrpo_core.plan import tree_plan
 from treegrpo_core.rewards import load_reward
+
+SETTINGS: dict[str, Any] = {
+    "branching": 3,
+    "depth": 2,
+    "start": 1,
+    "beam": 2,
+    "roots": 1,
+    "kernel": "auto",
+    "eta": 0.0,
+    "tail_steps": 0,
+    "max_batch": 64,
+    "count": 1,
+}
 
 
 @dataclass
@@ -35,7 +50,7 @@ class Searching:
 
 
 def searching(graph: Graph, *, tiny: Node | None = None, model: Any = None, **inputs: Any) -> Searching:
-    """Two prompts on the included model, or on ``model``, searched for the JPEG reward; shows pictures and rewards."""
+    """Two prompts on the included model or on ``model``, searched for the JPEG reward; shows pictures and rewards."""
     tiny = tiny or graph.add("TreeGRPOTinyModel")
     model = model or tiny[0]
     listed = graph.add("TreeGRPOPrompts", text="\n".join(PROMPTS), prompts_per_step=2, seed=0)
@@ -44,19 +59,6 @@ def searching(graph: Graph, *, tiny: Node | None = None, model: Any = None, **in
     sigmas = graph.add("BasicScheduler", model=model, scheduler="simple", steps=6, denoise=1.0)
     latent = graph.add("EmptySD3LatentImage", width=64, height=64, batch_size=1)
     reward = graph.add("TreeGRPORewardModel", name="jpeg", weight=1.0)
-    settings = {
-        "branching": 3,
-        "depth": 2,
-        "start": 2,
-        "beam": 2,
-        "roots": 1,
-        "kernel": "auto",
-        "eta": 0.0,
-        "tail_steps": 0,
-        "max_batch": 64,
-        "count": 1,
-        **inputs,
-    }
     search = graph.add(
         "TreeGRPOSearch",
         guider=guider[0],
@@ -66,7 +68,7 @@ def searching(graph: Graph, *, tiny: Node | None = None, model: Any = None, **in
         prompts=encode[1],
         vae=tiny[2],
         reward=reward[0],
-        **settings,
+        **SETTINGS | inputs,
     )
     decoded = graph.add("VAEDecode", samples=search[0], vae=tiny[2])
     pictures = graph.add("PreviewImage", images=decoded[0])
@@ -151,6 +153,37 @@ def test_rewards_may_take_the_model_off_the_device_amid_the_search(comfy, graph,
         assert not np.array_equal(base, expected), "or the adapter could have been lost unseen"
 
 
+@pytest.mark.parametrize("family", ["Wan", "SD1.5"])
+def test_films_and_eps_models_with_a_controlnet_are_searched_too(comfy, family):
+    """And the ControlNet comes back on the device with the model."""
+    found = []
+    for greedy in (False, True):
+        graph, entry = Graph(), architecture_named(family)
+        model = random_model(graph, entry)
+        positive, negative, vae = model[1], model[2], graph.add("TestFilmVAE")
+        if family == "SD1.5":
+            image = graph.add("EmptyImage", width=64, height=64, batch_size=1, color=0x3060C0)
+            net = graph.add("TestControlNet", seed=7)
+            strength = {"strength": 1.0, "start_percent": 0.0, "end_percent": 1.0}
+            both = {"positive": positive, "negative": negative, "control_net": net[0], "image": image[0]}
+            applied = graph.add("ControlNetApplyAdvanced", **both, **strength)
+            positive, negative = applied[0], applied[1]
+        search = graph.add(
+            "TreeGRPOSearch",
+            guider=random_guider(graph, entry, model[0], positive, negative)[0],
+            sigmas=graph.add("BasicScheduler", model=model[0], scheduler="simple", steps=4, denoise=1.0)[0],
+            noise=graph.add("RandomNoise", noise_seed=3)[0],
+            latent=model[3],
+            prompts="one\ntwo",
+            vae=graph.add("TestGreedyVAE", vae=vae[0])[0] if greedy else vae[0],
+            reward=graph.add("TreeGRPORewardModel", name="colour", weight=1.0, source="#ff0000")[0],
+            **SETTINGS,
+        )
+        values = graph.add("TestValues", latent=search[0])
+        found.append(comfy.run(graph)[values]["values"])
+    assert found[0] == found[1]
+
+
 def test_progress_counts_the_forwards_of_the_plan(comfy, graph):
     nodes, seen = searching(graph, tail_steps=2), []
 
@@ -159,7 +192,7 @@ def test_progress_counts_the_forwards_of_the_plan(comfy, graph):
             seen.append((data["value"], data["max"]))
 
     comfy.run(graph, on_event=watch)
-    total = 2 * (3 + 3 + 6 + 2)  # two prompts: to the window and in it, six that are judged, the last step
+    total = 2 * (1 + 1 + 3 + 6 + 2)  # two prompts; of three and of six that are judged, two go on
     assert seen[-1] == (total, total)
 
 
