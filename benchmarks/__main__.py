@@ -50,7 +50,7 @@ SECTIONS: dict[str, Callable[[int], Any]] = {
     "profile": lambda repetitions: [profile.measure(one, 3 * repetitions) for one in (PROMPTS[:1], PROMPTS)],
     "memory": lambda _: [measure_memory.measure(depth) for depth in measure_memory.DEPTHS],
     "host": lambda repetitions: host.measure(repetitions),
-    "search": lambda repetitions: search.measure(range(repetitions)),
+    "search": lambda _: search.measure(),
     "full-size": lambda _: full_size.measure_all(),
 }
 """Name -> what measures it, given the number of repetitions."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from tools.host import ROOT
 
-from . import learning
+from . import learning, search
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 PARETO = ROOT / "docs" / "images" / "pareto.png"
@@ -121,6 +121,26 @@ def _profile(rows: list[dict[str, Any]]) -> str:
     return markdown(head, [*items, ["all", *(f"{1000 * row['seconds']:.0f}" for row in rows)]])
 
 
+def _search(figures: dict[str, list[dict[str, Any]]]) -> str:
+    tables = []
+    for reward, rows in figures.items():
+        others = [name for name in rows[0] if name in search.WATCHED and name != reward]
+        head = ["way", "forwards", "seconds", f"`{reward}`", "over best of n", *(f"`{name}`" for name in others)]
+        body = [
+            [
+                row["way"],
+                str(row["forwards"]),
+                f"{row['seconds']:.2f}",
+                f"{row[reward]:.4f} ± {row['error']:.4f}",
+                f"{row['gain']:+.4f} ± {row['gain error']:.4f}",
+                *(f"{row[name]:.3f}" for name in others),
+            ]
+            for row in rows
+        ]
+        tables.append(f"Searched for `{reward}`:\n\n{markdown(head, body)}")
+    return "\n\n".join(tables)
+
+
 def _host(figures: dict[str, Any]) -> str:
     first, graph = figures["first forward"], figures["graph"]
     rows = [
@@ -143,6 +163,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "full-size": _full_size,
     "profile": _profile,
     "host": _host,
+    "search": _search,
 }
 """Place in the page -> what writes it; the section of the results is the part before the comma."""
 

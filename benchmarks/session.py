@@ -129,20 +129,15 @@ class Session:
         """The next tree of this method, grown, scored and with advantages, as the nodes do it; its stages are timed."""
         import torch
 
-        tree, core = self.parts["treegrpo_core.tree"], self.parts["treegrpo_core.plan"]
+        core = self.parts["treegrpo_core.plan"]
         source = core.Plan.parse(method.row, method.roots) if method.row else core.Window(**method.window)
         spread = self.parts["treegrpo_core.signals"].step_spread(self.run.log())
         plan = core.plan_for(source, STEPS, self.run.iteration, self.seed, spread)
         plan, sigmas = core.with_tail(plan, [float(sigma) for sigma in self.sigmas], method.tail_steps)
-        transition = self.parts["treegrpo_core.transition"]
         with torch.inference_mode():
-            policy = self._policy(self.guider, len(self.prompts))
-            kernel = transition.choose_kernel("auto", policy.prediction, self.family.kernel)
-            eta, empty = transition.KERNELS[kernel].default_eta, tree.Growth([], policy.latent, 0)
-            bare = tree.Tree(plan, sigmas, kernel, eta, tuple(self.prompts), policy, self.run.iteration, empty)
-            grown = self.parts["nodes.sampling"].grown(
-                bare, self.noise, self.max_batch, None, method.tail_steps > 0, None
-            )
+            sampling, policy = self.parts["nodes.sampling"], self.policy()
+            bare = sampling.bare_tree(plan, sigmas, "auto", 0.0, tuple(self.prompts), policy)
+            grown = sampling.grown(bare, self.noise, self.max_batch, None, method.tail_steps > 0, None)
             return self._scored(grown).with_advantages(**method.advantage)
 
     def step(self, method: Method) -> Any:
@@ -157,6 +152,10 @@ class Session:
         return self.parts["nodes.guided"].GuidedPolicy(
             self.run, guider, size, self.sigmas, host.prediction_of(self.patcher)
         )
+
+    def policy(self) -> Any:
+        """The policy of the prompts in use, as the nodes see it."""
+        return self._policy(self.guider, len(self.prompts))
 
     def evaluate(self, prompts: Sequence[str]) -> dict[str, float]:
         """Mean of every reward over one picture of each prompt, from the same noise every time."""
@@ -198,8 +197,10 @@ MODULES = (
     "nodes.sampling",
     "nodes.reward",
     "nodes.evaluate",
+    "nodes.search",
     "treegrpo_core.bundled.captions",
     "treegrpo_core.plan",
+    "treegrpo_core.sampler",
     "treegrpo_core.tree",
     "treegrpo_core.sampler",
     "treegrpo_core.transition",

@@ -15,6 +15,7 @@ from .preview import BestLeaf, Preview
 from .prompts import Encode, Prompts
 from .reward import RewardFromFloats, RewardModel, RewardScorer
 from .sampling import TreeSampler
+from .search import Search
 from .tiny_model import TinyModel
 from .update import LoRAUpdate
 
@@ -35,6 +36,7 @@ NODES: list[type[io.ComfyNode]] = [
     Evaluate,
     Preview,
     BestLeaf,
+    Search,
     LoopStart,
     LoopEnd,
     Export,

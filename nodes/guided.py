@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import comfy.model_management
+import comfy.sampler_helpers
 import comfy.samplers
 import torch
 from torch import Tensor, nn
@@ -103,9 +104,12 @@ class _Session(comfy.samplers.Sampler):
 
 @dataclass(frozen=True)
 class GuidedPolicy:
-    """A run's policy under one guider: core's guider does conditioning and guidance for rollout and update alike."""
+    """A run's policy under one guider: core's guider does conditioning and guidance for rollout and update alike.
 
-    run: Run
+    ``run`` is None where a model is only searched: any model, with or without LoRA.
+    """
+
+    run: Run | None
     guider: Any
     latent: Tensor
     """(P, *latent) as it comes from the LATENT input."""
@@ -139,6 +143,16 @@ class GuidedPolicy:
         _COPYING.add(model)
         session.copying = True
         return self._run(session)
+
+    def aside(self, work: Callable[[], T]) -> T:
+        """Call ``work`` amid a sampling of this policy, as nodes run: it may load other models in place of ours."""
+        with torch.inference_mode():
+            result = work()
+        guider = self.guider
+        comfy.sampler_helpers.prepare_sampling(
+            guider.model_patcher, self.latent.shape, guider.conds, guider.model_options
+        )
+        return result
 
     def _run(self, session: _Session) -> Any:
         noise = torch.zeros_like(self.latent)

@@ -281,7 +281,7 @@ def fix_latent(model: Any, latent: dict[str, Any], prompts: int) -> Tensor:
     import comfy.sample
 
     if latent.get("noise_mask") is not None:
-        raise ValueError("latent: it carries an inpainting mask, which TreeSampler does not support; remove the mask")
+        raise ValueError("latent: it carries an inpainting mask, which trees do not support; remove the mask")
     samples = comfy.sample.fix_empty_latent_channels(model, latent["samples"])
     latent_format = model.get_model_object("latent_format")
     channels, dimensions = latent_format.latent_channels, latent_format.latent_dimensions
@@ -299,7 +299,7 @@ def fix_latent(model: Any, latent: dict[str, Any], prompts: int) -> Tensor:
     if samples.shape[0] not in (1, prompts):
         raise ValueError(
             f"latent: its batch size is {samples.shape[0]}, but there are {prompts} prompts; use batch size 1 "
-            "(TreeSampler repeats it) or one latent per prompt"
+            "(it is repeated) or one latent per prompt"
         )
     return samples.expand(prompts, *samples.shape[1:]).clone()
 

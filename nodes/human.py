@@ -13,7 +13,6 @@ from ..treegrpo_core.human import MODES, Judging
 from ..treegrpo_core.rewards import check_pictures
 from ..treegrpo_core.tree import Rewards, Tree, timed
 from . import host
-from .guided import GuidedPolicy
 from .judging import Session, jpegs
 from .reward import decode, thumbnails
 from .types import CATEGORY, TreeType
@@ -110,7 +109,7 @@ class HumanReward(io.ComfyNode):
 
 
 def _session(tree: Tree, pictures: list[list[bytes]], mode: Any, minutes: float, comparisons: int) -> Session:
-    policy: GuidedPolicy = tree.policy  # type: ignore[assignment]
+    policy: Any = tree.policy
     judging = Judging(mode, len(tree.prompts), tree.plan.leaves, comparisons=comparisons, seed=tree.iteration)
     return Session(
         judging, tree.prompts, pictures, policy.run.folder, tree.iteration, host.running_prompt(), minutes * 60

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import folder_paths
-import torch
 from comfy_api.latest import io, ui
 from PIL import Image
+from torch import Tensor
 
 from ..treegrpo_core.picture import draw_tree
-from ..treegrpo_core.tree import Tree
+from ..treegrpo_core.plan import Plan
+from ..treegrpo_core.tree import Tree, by_prompt, taken
 from . import host
 from .types import CATEGORY, TreeType
 
@@ -78,10 +79,19 @@ class BestLeaf(io.ComfyNode):
     def execute(cls, tree: Tree, count: int) -> io.NodeOutput:
         if tree.rewards is None:
             raise ValueError("tree: it has no rewards yet; connect it after RewardScorer or TreeGRPORewardFromFloats")
-        if count > tree.plan.leaves:
-            raise ValueError(f"count is {count}, but each prompt has only {tree.plan.leaves} leaves; lower count")
-        best = tree.rewards.total.topk(count, dim=0).indices
-        chosen = [tree.leaves[best[:, prompt], prompt] for prompt in range(len(tree.prompts))]
-        policy: Any = tree.policy
-        samples = policy.guider.model_patcher.model.process_latent_out(torch.cat(chosen).float().clone())
-        return io.NodeOutput({"samples": samples.to(host.intermediate_device())})
+        check_count(count, tree.plan)
+        return io.NodeOutput(best_leaves(tree, tree.rewards.best(count)))
+
+
+def check_count(count: int, plan: Plan) -> None:
+    """ValueError if there are not so many leaves."""
+    if count > plan.leaves:
+        raise ValueError(f"count is {count}, but each prompt has only {plan.leaves} leaves; lower count")
+
+
+def best_leaves(tree: Tree, best: Tensor) -> dict[str, Tensor]:
+    """The LATENT of these leaves (count, P): all of the first prompt, then of the second."""
+    policy: Any = tree.policy
+    latents = by_prompt(taken(tree.leaves, best)).float().clone()
+    samples = policy.guider.model_patcher.model.process_latent_out(latents)
+    return {"samples": samples.to(host.intermediate_device())}

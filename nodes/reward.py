@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -117,16 +118,8 @@ class RewardScorer(io.ComfyNode):
         start = time.perf_counter()
         images = decode(tree, vae)
         decoded = time.perf_counter()
+        scored = tree.scored(rewards_of(reward, images, tree.prompts, tree.plan.leaves))
         frames = len(images) // (tree.plan.leaves * len(tree.prompts))
-        prompts = [prompt for prompt in tree.prompts for _ in range(tree.plan.leaves * frames)]
-        values = score_each(reward, images, prompts).unflatten(1, (-1, frames)).mean(2)
-        scored = tree.scored(
-            Rewards(
-                tuple(entry.reward.name for entry in reward),
-                tuple(float(entry.weight) for entry in reward),
-                torch.stack([by_leaf(row, len(tree.prompts)) for row in values]),
-            )
-        )
         tree.growth.thumbnails = thumbnails(images[frames // 2 :: frames], len(tree.prompts))
         scored = timed(timed(scored, "decode", decoded - start), "reward", time.perf_counter() - decoded)
         assert scored.rewards is not None
@@ -146,6 +139,18 @@ def score_each(rewards: list[WeightedReward], images: Tensor, prompts: list[str]
         work = partial(score, [entry], images, prompts)
         rows.append(host.interruptible(work) if getattr(entry.reward, "waits", False) else work())
     return torch.cat(rows)
+
+
+def rewards_of(rewards: list[WeightedReward], images: Tensor, prompts: Sequence[str], leaves: int) -> Rewards:
+    """Rewards of (P * L * F, H, W, 3) pictures, all of the first prompt first; a film's is the mean of its frames."""
+    frames = len(images) // (leaves * len(prompts))
+    asked = [prompt for prompt in prompts for _ in range(leaves * frames)]
+    values = score_each(rewards, images, asked).unflatten(1, (-1, frames)).mean(2)
+    return Rewards(
+        tuple(entry.reward.name for entry in rewards),
+        tuple(float(entry.weight) for entry in rewards),
+        torch.stack([by_leaf(row, len(prompts)) for row in values]),
+    )
 
 
 def decode(tree: Tree, vae: Any) -> Tensor:

@@ -6,16 +6,18 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from comfy_api.latest import io
 from torch import Tensor
 
+from ..treegrpo_core.adapter import Adapter
 from ..treegrpo_core.memory import Estimate, measure_activations
 from ..treegrpo_core.plan import Plan, Window, derive_seed, plan_for, with_tail
 from ..treegrpo_core.policy import Denoiser
-from ..treegrpo_core.sampler import check_schedule, grow
+from ..treegrpo_core.sampler import Score, check_schedule, grow
 from ..treegrpo_core.signals import step_spread
 from ..treegrpo_core.transition import KERNELS, choose_kernel
 from ..treegrpo_core.tree import Growth, Tree, timed
@@ -49,17 +51,47 @@ def prompt_keys(prompts: Sequence[str]) -> list[int]:
 
 
 def guided_policy(
-    policy: PolicyHandle, guider: Any, sigmas: Tensor, latent: dict[str, Any], prompts: str
+    policy: PolicyHandle | None, guider: Any, sigmas: Tensor, latent: dict[str, Any], prompts: str
 ) -> tuple[GuidedPolicy, tuple[str, ...]]:
-    """The run's policy under this guider, and the prompts. ValueError if the guider has another model or number."""
+    """The run's policy under this guider, and the prompts. ValueError if the guider has another model or number.
+
+    Without a policy, whatever model the guider has.
+    """
     model = guider.model_patcher
-    if host.adapter_of(model) is not policy.run.adapter:
+    if policy and host.adapter_of(model) is not policy.run.adapter:
         raise ValueError(
             "guider: it is not built on this run's model; connect TreeGRPOPolicy's MODEL output to the guider"
         )
     texts = split_prompts(prompts, host.prompt_rows(guider))
     size = host.fix_latent(model, latent, len(texts))
-    return GuidedPolicy(policy.run, guider, size, sigmas.clone(), host.prediction_of(model)), texts
+    run = policy.run if policy else None
+    return GuidedPolicy(run, guider, size, sigmas.clone(), host.prediction_of(model)), texts
+
+
+def levels_of(sigmas: Tensor) -> tuple[float, ...]:
+    """The noise levels of a SIGMAS input; ValueError if there are too few for a tree."""
+    if len(sigmas) < 3:
+        raise ValueError("sigmas: the schedule has fewer than 2 steps; give the scheduler more steps and denoise 1")
+    return tuple(float(sigma) for sigma in sigmas)
+
+
+def bare_tree(
+    plan: Plan, sigmas: tuple[float, ...], kernel: str, eta: float, prompts: tuple[str, ...], policy: GuidedPolicy
+) -> Tree:
+    """A tree that has not grown yet. ``kernel`` may be "auto"; eta 0: the kernel's usual value."""
+    model = policy.guider.model_patcher
+    kernel = choose_kernel(kernel, policy.prediction, host.architecture(model).kernel)
+    host.warn_of_double_guidance(policy.guider)
+    return Tree(
+        plan=plan,
+        sigmas=sigmas,
+        kernel=kernel,
+        eta=eta or KERNELS[kernel].default_eta,
+        prompts=prompts,
+        policy=policy,
+        iteration=policy.run.iteration if policy.run else 0,
+        growth=Growth([], policy.latent, 0),
+    )
 
 
 class TreeSampler(io.ComfyNode):
@@ -195,38 +227,25 @@ class TreeSampler(io.ComfyNode):
         guided, texts = guided_policy(policy, guider, sigmas, latent, prompts)
         source = plan or Window(window, branching, depth, r, start)  # type: ignore[arg-type]
         spread = step_spread(run.log()) if window == "adaptive" and plan is None else None
-        schedule = tuple(float(sigma) for sigma in sigmas)
-        if len(schedule) < 3:
-            raise ValueError("sigmas: the schedule has fewer than 2 steps; give the scheduler more steps and denoise 1")
+        schedule = levels_of(sigmas)
         this_plan = plan_for(source, len(schedule) - 1, run.iteration, noise.seed, spread)
         check_schedule(schedule, this_plan)
         this_plan, schedule = with_tail(this_plan, schedule, tail_steps)
-        kernel = choose_kernel(kernel, guided.prediction, host.architecture(guider.model_patcher).kernel)
-        host.warn_of_double_guidance(guider)
-        tree = Tree(
-            plan=this_plan,
-            sigmas=schedule,
-            kernel=kernel,
-            eta=eta or KERNELS[kernel].default_eta,
-            prompts=texts,
-            policy=guided,
-            iteration=run.iteration,
-            growth=Growth([], guided.latent, 0),
-        )
+        tree = bare_tree(this_plan, schedule, kernel, eta, texts, guided)
         if run.iteration == 0:
-            log.info("TreeGRPO: run %s, %s", run.name, _estimate(tree))
+            log.info("TreeGRPO: run %s, %s", run.name, _estimate(tree, run.adapter))
         store = torch.device("cpu") if store_on_cpu else None
         return io.NodeOutput(grown(tree, noise, max_batch, store, tail_steps > 0, cls.hidden.unique_id))
 
 
-def _estimate(tree: Tree) -> str:
+def _estimate(tree: Tree, adapter: Adapter) -> str:
     """What the run's updates will need in memory, measured by one forward of one node."""
     policy: GuidedPolicy = tree.policy  # type: ignore[assignment]
 
     def work(denoise: Denoiser, _sampling: Any, latent: Tensor) -> str:
         module = policy.guider.model_patcher.model.diffusion_model
         node = measure_activations(module, lambda: denoise(latent, tree.sigmas[0]))
-        estimate = Estimate.of(module, policy.run.adapter, tree.plan, latent, node)
+        estimate = Estimate.of(module, adapter, tree.plan, latent, node)
         return estimate.text(host.free_memory(policy.guider.model_patcher) + estimate.weights)
 
     try:
@@ -236,9 +255,18 @@ def _estimate(tree: Tree) -> str:
 
 
 def grown(
-    tree: Tree, noise: Any, max_batch: int, store: torch.device | None, second_order: bool, node_id: str | None
+    tree: Tree,
+    noise: Any,
+    max_batch: int,
+    store: torch.device | None,
+    second_order: bool,
+    node_id: str | None,
+    score: Score | None = None,
 ) -> Tree:
-    """The tree with leaves: sampled by its policy, timed, with progress on the node."""
+    """The tree with leaves: sampled by its policy, timed, with progress on the node.
+
+    ``score``, for a plan with a beam, is called amid the sampling and may load models of its own.
+    """
     start = time.perf_counter()
     bar = host.progress(tree.plan.nfe_sample * len(tree.prompts), node_id)
     policy: GuidedPolicy = tree.policy  # type: ignore[assignment]
@@ -265,6 +293,7 @@ def grown(
             max_batch=max_batch,
             store=store,
             second_order=second_order,
+            score=score and (lambda denoised: policy.aside(partial(score, denoised))),
         )
 
     growth = policy.open(work, train=False)

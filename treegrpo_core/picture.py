@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from .tree import Tree
@@ -84,7 +83,7 @@ def _draw_leaves(
     x = MARGIN + (len(tree.plan.branching)) * COLUMN
     pictures = tree.growth.thumbnails
     rewards = tree.rewards.total[:, prompt] if tree.rewards else None
-    best = int(torch.argmax(rewards)) if rewards is not None else -1
+    best = int(tree.rewards.best(1)[0, prompt]) if tree.rewards and any(tree.rewards.weights) else -1
     for leaf, y in enumerate(heights):
         if pictures is not None:
             picture = Image.fromarray(pictures[leaf, prompt].numpy())

@@ -8,9 +8,8 @@ always 0.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -18,10 +17,15 @@ import torch
 
 @dataclass(frozen=True)
 class Plan:
-    """``steps[i]`` is the branching of step i; ``roots`` is the number of independent initial noises per prompt."""
+    """``steps[i]`` is the branching of step i; ``roots`` is the number of independent initial noises per prompt.
+
+    ``beam``: how many nodes of a prompt go on after each stochastic step, the best by an early reward; 0: all. Such a
+    tree is for search: nothing can be trained on it, because advantages compare all siblings.
+    """
 
     steps: tuple[int, ...]
     roots: int = 1
+    beam: int = 0
 
     def __post_init__(self) -> None:
         if len(self.steps) < 2:
@@ -36,9 +40,11 @@ class Plan:
             )
         if not isinstance(self.roots, int) or self.roots < 1:
             raise ValueError(f"roots is {self.roots!r}; a plan needs at least one root")
+        if not isinstance(self.beam, int) or self.beam < 0:
+            raise ValueError(f"beam is {self.beam!r}; it must be an integer >= 0 (0: every node goes on)")
         if not any(self.steps):
             raise ValueError(f"the plan has no stochastic step, so there is nothing to train on: {self}")
-        if self.leaves < 2:
+        if max(self.nodes(step) for step in range(len(self.steps) + 1)) < 2:
             raise ValueError(
                 f"the plan has {self.leaves} leaf per prompt; advantages compare leaves, so a group needs at least 2 "
                 f"(raise the branching or the roots): {self}"
@@ -69,8 +75,18 @@ class Plan:
         return tuple(branching for branching in self.steps if branching > 0)
 
     def nodes(self, step: int) -> int:
-        """Nodes of all roots of one prompt before step ``step`` (``step = len(steps)``: the leaves)."""
-        return self.roots * math.prod(branching for branching in self.steps[:step] if branching > 0)
+        """Nodes of all roots of one prompt before step ``step``, which it denoises (``step = len(steps)``: leaves)."""
+        count = self.roots
+        for index, branching in enumerate(self.steps[:step]):
+            count = self._going_on(index, count) * (branching or 1)
+        return count
+
+    def narrows(self, step: int) -> bool:
+        """Whether step ``step`` denoises more nodes than it takes on: only the best ``beam`` of each prompt."""
+        return self._going_on(step, self.nodes(step)) < self.nodes(step)
+
+    def _going_on(self, step: int, count: int) -> int:
+        return min(count, self.beam) if self.beam and step and self.steps[step - 1] else count
 
     @property
     def leaves(self) -> int:
@@ -83,8 +99,8 @@ class Plan:
         kept = self.leaves
         for step in self.stochastic_steps:
             kept += self.nodes(step + 1)
-            if step == 0 or not self.steps[step - 1]:  # else the parents are the children of the step before
-                kept += self.nodes(step)
+            if step == 0 or not self.steps[step - 1] or self.narrows(step):  # else they are the last step's children
+                kept += self._going_on(step, self.nodes(step))
         return kept
 
     @property
@@ -98,7 +114,9 @@ class Plan:
         return sum(self.nodes(step) for step in self.stochastic_steps)
 
 
-def tree_plan(num_steps: int, branching: int = 3, depth: int = 3, start: int = 0) -> Plan:
+def tree_plan(
+    num_steps: int, branching: int = 3, depth: int = 3, start: int = 0, *, roots: int = 1, beam: int = 0
+) -> Plan:
     """TreeGRPO: ``depth`` branching steps from step ``start``, deterministic before and after.
 
     Raises ValueError, naming the number, if branching < 1, depth < 1 or the window reaches the last step.
@@ -106,7 +124,7 @@ def tree_plan(num_steps: int, branching: int = 3, depth: int = 3, start: int = 0
     if branching < 1:
         raise ValueError(f"branching is {branching}; it must be at least 1")
     _check_window(num_steps, depth, start)
-    return Plan((0,) * start + (branching,) * depth + (0,) * (num_steps - start - depth))
+    return Plan((0,) * start + (branching,) * depth + (0,) * (num_steps - start - depth), roots, beam)
 
 
 def _check_window(num_steps: int, depth: int, start: int) -> None:
@@ -131,7 +149,7 @@ def with_tail(plan: Plan, sigmas: Sequence[float], steps: int) -> tuple[Plan, tu
     if not 0 < steps < left:
         return plan, tuple(sigmas)
     places = [*range(first), *(first + round(step * left / steps) for step in range(steps + 1))]
-    return Plan(plan.steps[:first] + (0,) * steps, plan.roots), tuple(sigmas[place] for place in places)
+    return replace(plan, steps=plan.steps[:first] + (0,) * steps), tuple(sigmas[place] for place in places)
 
 
 def window_start(

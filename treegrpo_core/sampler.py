@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,7 +13,10 @@ from .batches import MicroBatches
 from .plan import Plan, derive_seed
 from .policy import Denoiser
 from .transition import KERNELS, Prediction, extrapolated, ode_step, step
-from .tree import Growth, Level
+from .tree import Growth, Level, taken
+
+Score = Callable[[Tensor], Tensor]
+"""Denoised predictions (N, P, *latent) -> (N, P), higher is better within each prompt's column."""
 
 
 def node_path(node: int, branching: Sequence[int]) -> tuple[int, ...]:
@@ -73,15 +76,38 @@ class _Sampling:
     batches: MicroBatches
     device: torch.device
 
-    def ode(self, x: Tensor, sigma: float, sigma_next: float, out: Tensor, history: History | None = None) -> None:
+    def predict(self, x: Tensor, sigma: float) -> Tensor:
+        """The denoised predictions of all nodes (N, P, *latent)."""
+        denoised = torch.empty_like(x)
+
+        def work(nodes: slice) -> None:
+            denoised[nodes] = self._denoised(x[nodes].to(self.device), sigma)
+
+        self.batches.run(len(x), x.shape[1], work)
+        return denoised
+
+    def _denoised(self, part: Tensor, sigma: float) -> Tensor:
+        return self.denoise(part.flatten(0, 1), sigma).view_as(part)
+
+    def ode(
+        self,
+        x: Tensor,
+        sigma: float,
+        sigma_next: float,
+        out: Tensor,
+        *,
+        history: History | None = None,
+        known: Tensor | None = None,
+    ) -> None:
         """One deterministic step of all nodes (N, P, *latent) into ``out``, which may be x itself.
 
         With a ``history`` of predictions the step is one of DPM-Solver++ 2M, which adds to it; else of Euler.
+        ``known``: the predictions of x, if there are some already.
         """
 
         def work(nodes: slice) -> None:
             part = x[nodes].to(self.device)
-            denoised = self.denoise(part.flatten(0, 1), sigma).view_as(part)
+            denoised = self._denoised(part, sigma) if known is None else known[nodes].to(self.device)
             after = ode_step(
                 part, history.better(denoised, nodes, sigma, sigma_next) if history else denoised, sigma, sigma_next
             )
@@ -93,10 +119,12 @@ class _Sampling:
         if history:
             history.sigma = sigma
 
-    def branch(self, x: Tensor, sigma: float, sigma_next: float, branching: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def branch(
+        self, x: Tensor, sigma: float, sigma_next: float, branching: Sequence[int], known: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """One stochastic step of all nodes (N, P, *latent); ``branching`` leads to the new level, its k comes last.
 
-        Returns the children (N * k, P, *latent) and their log-probabilities (N * k, P).
+        Returns the children (N * k, P, *latent) and their log-probabilities (N * k, P). ``known`` as in :meth:`ode`.
         """
         k = branching[-1]
         children = x.new_empty((len(x) * k, *x.shape[1:]))
@@ -105,7 +133,7 @@ class _Sampling:
         def work(nodes: slice) -> None:
             edges = slice(nodes.start * k, nodes.stop * k)
             part = x[nodes].to(self.device)
-            denoised = self.denoise(part.flatten(0, 1), sigma).view_as(part)
+            denoised = self._denoised(part, sigma) if known is None else known[nodes].to(self.device)
             noise = level_noise(x.shape[2:], self.seed, self.prompts, branching, range(edges.start, edges.stop))
             drawn = step(
                 self.kernel,
@@ -136,6 +164,7 @@ def grow(
     max_batch: int = 64,
     store: torch.device | None = None,
     second_order: bool = False,
+    score: Score | None = None,
 ) -> Growth:
     """Sample the trees of all prompts as one frontier.
 
@@ -144,8 +173,13 @@ def grow(
     every ``max_batch``: bitwise where the model computes each row of a batch alike, else within the model's own float
     tolerance. Only the window's states and the leaves are kept, and kept on ``store`` (default: where the roots are,
     which is where the denoiser computes). ``second_order``: the steps after the window are those of DPM-Solver++ 2M.
+
+    With ``plan.beam``, ``score`` chooses which nodes go on, in the order they stood in; their predictions are made
+    once and used for both, and a node's seed is that of its place among those that went on.
     """
     check_schedule(sigmas, plan)
+    if (score is None) != (plan.beam == 0):
+        raise ValueError(f"beam is {plan.beam}; a plan with a beam, and only such a one, needs a score")
     if roots.shape[0] != plan.roots:
         raise ValueError(f"the plan has {plan.roots} roots, got noise for {roots.shape[0]}")
     keys = range(roots.shape[1]) if prompts is None else prompts
@@ -158,17 +192,27 @@ def grow(
     for index, k in enumerate(plan.steps):
         sigma, sigma_next = sigmas[index], sigmas[index + 1]
         forwards += len(x)
+        known: Tensor | None = None
+        if score and plan.narrows(index):
+            known = sampling.predict(x, sigma)
+            best = best_nodes(score(known), plan.beam)
+            x, known, kept = taken(x, best), taken(known, best), False
         if k == 0:
             after = torch.empty_like(x) if kept else x
             if second_order and index == plan.stochastic_steps[-1] + 1:
                 history = History(torch.empty_like(x), KERNELS[kernel].prediction)
-            sampling.ode(x, sigma, sigma_next, after, history)
+            sampling.ode(x, sigma, sigma_next, after, history=history, known=known)
             x, kept = after, False
             continue
-        children, log_prob = sampling.branch(x, sigma, sigma_next, plan.branching[: len(levels) + 1])
+        children, log_prob = sampling.branch(x, sigma, sigma_next, plan.branching[: len(levels) + 1], known)
         levels.append(Level(index, k, x, children, log_prob))
         x, kept = children, True
     return Growth(levels, x, forwards)
+
+
+def best_nodes(scores: Tensor, count: int) -> Tensor:
+    """(N, P) -> (count, P): the nodes of each prompt with the highest scores, in the order they stand in."""
+    return scores.argsort(stable=True, dim=0, descending=True)[:count].sort(0).values
 
 
 def sample(denoise: Denoiser, roots: Tensor, sigmas: Sequence[float], *, max_batch: int = 64) -> Tensor:

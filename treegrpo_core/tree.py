@@ -89,6 +89,22 @@ class Rewards:
         """(L, P): the weighted sum of the rewards that are trained on."""
         return torch.tensordot(torch.tensor(self.weights), self.values, dims=1)
 
+    @property
+    def standing(self) -> Tensor:
+        """(L, P): how each leaf stands among those of its prompt, by the weighted sum of the standardised rewards.
+
+        ValueError if all weights are 0.
+        """
+        if not any(self.weights):
+            raise ValueError("rewards: all weights are 0, so no leaf is better than another; give one reward a weight")
+        if self.values.shape[1] < 2:
+            return torch.zeros(self.values.shape[1:])
+        return advantage.leaf_advantages(self.values, self.weights)
+
+    def best(self, count: int) -> Tensor:
+        """(count, P): the leaves of each prompt that stand highest, best first."""
+        return self.standing.argsort(stable=True, dim=0, descending=True)[:count]
+
 
 @dataclass(frozen=True)
 class Tree:
@@ -152,6 +168,11 @@ class Tree:
             raise ValueError("the tree has no rewards yet; connect a RewardScorer or TreeGRPORewardFromFloats before")
         if not any(self.rewards.weights):
             raise ValueError("rewards: all weights are 0, so there is nothing to train on; give one reward a weight")
+        if self.plan.beam:
+            raise ValueError(
+                f"tree: it was searched with beam {self.plan.beam}, so siblings are missing that advantages compare; "
+                "train on trees of TreeSampler"
+            )
         if normalisation not in advantage.NORMALISATIONS:
             raise ValueError(f"normalisation {normalisation!r} is unknown; use {', '.join(advantage.NORMALISATIONS)}")
         leaf = advantage.leaf_advantages(self.rewards.values, self.rewards.weights)

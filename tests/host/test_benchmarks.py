@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from benchmarks import host, learning, report
+from benchmarks.search import best_of
 from tools.host import ROOT
 
 MEASURE = """
@@ -123,3 +126,14 @@ def test_the_first_queue_takes_longest_to_its_first_forward():
 def test_importing_the_pack_is_timed():
     figures = host.import_seconds(2)
     assert 0 < figures["low"] <= figures["seconds"] <= figures["high"]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 5])
+def test_the_expected_best_of_n_is_the_mean_over_all_ways_to_draw_them(number):
+    pool = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
+    draws = [pool[:, list(draw)] for draw in itertools.combinations(range(5), number)]
+    best = [draw.gather(1, draw[:1].argmax(1, keepdim=True).expand(2, 1, 3))[:, 0] for draw in draws]
+    assert torch.allclose(best_of(pool, number).float(), torch.stack(best).mean(0), atol=1e-6)
+    if number < 5:
+        halfway = (best_of(pool, number) + best_of(pool, number + 1)) / 2
+        assert torch.allclose(best_of(pool, number + 0.5), halfway)

@@ -78,7 +78,7 @@ NODES = schemas()
 
 
 def test_every_node_has_a_help_page_and_every_help_page_a_node() -> None:
-    assert len({node.node_id for node in NODES}) == len(NODES) == 19
+    assert len({node.node_id for node in NODES}) == len(NODES) == 20
     assert {page.name for page in HELP.iterdir()} == {f"{node}.md" for node in NODES}
 
 

@@ -144,6 +144,29 @@ class TestFilmVAE(io.ComfyNode):
         return io.NodeOutput(FilmVAE())
 
 
+class GreedyVAE:
+    """Takes everything else off the device before it decodes, as a large VAE does on a small device."""
+
+    def __init__(self, vae: Any) -> None:
+        self.vae = vae
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        comfy.model_management.unload_all_models()
+        return self.vae.decode(latents)
+
+
+class TestGreedyVAE(io.ComfyNode):
+    """A :class:`GreedyVAE` around a VAE."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(cls, [io.Vae.Input("vae")], [io.Vae.Output()])
+
+    @classmethod
+    def execute(cls, vae: Any) -> io.NodeOutput:
+        return io.NodeOutput(GreedyVAE(vae))
+
+
 class TestControlNet(io.ComfyNode):
     """A ControlNet with random weights that fits the reduced SD1.5."""
 
@@ -215,6 +238,7 @@ class Extension(ComfyExtension):
             TestLeaves,
             TestValues,
             TestFilmVAE,
+            TestGreedyVAE,
             TestControlNet,
             TestAttentionPatch,
             TestLora,
