@@ -44,6 +44,14 @@ Draws one prompt from the same noise with the trained LoRA and without.
 
 The bundled model knows prompts like *small fox on blue*: a thing on a colour.
 """,
+    "tree_search": """## Tree search
+
+Better pictures from a model as it is, without training: a tree of pictures grows, the predicted pictures are scored \
+after every branching step, and only the best branches go on.
+
+Press **Run** and compare: *Searched* has the best picture of each prompt, *One picture each* what the model draws by \
+itself. Any model and any *Reward Model* will do. What looks best to the reward may not look best to you.
+""",
 }
 """The graphs that are example workflows, and what the note in each says."""
 

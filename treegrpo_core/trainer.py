@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
@@ -94,8 +94,7 @@ def update(
             )
         _ = tree.leaves  # says what to do if the tree was freed
     start = time.perf_counter()
-    reference = adapter.disabled if settings.kl_reference == "base" else lambda: adapter.holding(average or {})
-    one_pass = _Pass(trees, adapter, reference, settings, iteration)
+    one_pass = _Pass(trees, adapter, average or {}, settings, iteration)
     tallies: list[Tally] = []
     for _ in range(settings.passes if settings.kl > 0 or _has_signal(trees) else 0):
         tally = one_pass.gradient(first=not tallies, noise=noise)
@@ -179,11 +178,12 @@ class _Pass:
         self,
         trees: Sequence[Tree],
         adapter: Adapter,
-        reference: Callable[[], AbstractContextManager[None]],
+        average: dict[str, Tensor],
         settings: UpdateSettings,
         iteration: int,
     ) -> None:
-        self.trees, self.reference, self.settings, self.iteration = trees, reference, settings, iteration
+        self.trees, self.adapter, self.average = trees, adapter, average
+        self.settings, self.iteration = settings, iteration
         self.parameters = adapter.parameters()
         self.edges = [[_Edges(*one, settings.ratio_norm) for one in _to_train(tree)] for tree in trees]
         self.shares = Shares.of(edges.level for levels in self.edges for edges in levels)
@@ -265,10 +265,14 @@ class _Pass:
                 assert parameter.grad is not None
                 parameter.grad += gradient
 
+    def _reference(self) -> AbstractContextManager[None]:
+        base = self.settings.kl_reference == "base"
+        return self.adapter.disabled() if base else self.adapter.holding(self.average)
+
     def _divergence(self, denoise: Denoiser, tree: Tree, level: Level, x: Tensor, denoised: Tensor) -> Tensor:
         """KL of the policy's transition to the reference's, (N,) for N parent rows."""
         sigma, sigma_next = tree.sigmas[level.step], tree.sigmas[level.step + 1]
-        with torch.no_grad(), self.reference():
+        with torch.no_grad(), self._reference():
             reference = denoise(x, sigma)
         mean, std = moments(tree.kernel, x, denoised, sigma, sigma_next, eta=tree.eta)
         mean_ref, _ = moments(tree.kernel, x, reference, sigma, sigma_next, eta=tree.eta)
