@@ -48,7 +48,10 @@ SECTIONS: dict[str, Callable[[int], Any]] = {
     "iteration": lambda repetitions: [row for one in SETTINGS for row in iteration.measure(*one, repetitions)],
     "overhead": lambda repetitions: [iteration.overhead(one, 3 * repetitions) for one in (PROMPTS[:1], PROMPTS)],
     "profile": lambda repetitions: [profile.measure(one, 3 * repetitions) for one in (PROMPTS[:1], PROMPTS)],
-    "memory": lambda _: [measure_memory.measure(depth) for depth in measure_memory.DEPTHS],
+    "memory": lambda _: [
+        *(measure_memory.measure(depth) for depth in measure_memory.DEPTHS),
+        *(measure_memory.measure(5, rows) for rows in measure_memory.BATCHES),
+    ],
     "host": lambda repetitions: host.measure(repetitions),
     "search": lambda _: search.measure(),
     "full-size": lambda _: full_size.measure_all(),

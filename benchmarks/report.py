@@ -98,8 +98,11 @@ def _overhead(rows: list[dict[str, Any]]) -> str:
 
 def _memory(rows: list[dict[str, Any]]) -> str:
     return markdown(
-        ["leaves", "peak", "latents stored"],
-        [[str(row["leaves"]), f"{row['peak'] / 1e6:.0f} MB", f"{row['stored'] / 1e6:.0f} MB"] for row in rows],
+        ["leaves", "micro-batch", "peak", "latents stored"],
+        [
+            [str(row["leaves"]), str(row["max_batch"]), *(f"{row[key] / 1e6:.0f} MB" for key in ("peak", "stored"))]
+            for row in rows
+        ],
     )
 
 
@@ -246,7 +249,7 @@ def _targets(results: dict[str, Any]) -> Iterable[Target]:
         if shares:
             what = f"time to the flat plan's final `{reward}`, {method.name}"
             yield Target(what, 1 / 3, value, f"{bench} `-- --learning`", False)
-    memory = {row["leaves"]: row for row in _figures(results, "memory")}
+    memory = {row["leaves"]: row for row in _figures(results, "memory") if row["max_batch"] == 3}
     beyond = (
         (memory[243]["peak"] - memory[27]["peak"]) / (memory[243]["stored"] - memory[27]["stored"]) if memory else None
     )

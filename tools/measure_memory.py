@@ -1,7 +1,8 @@
 """``python -m tools.measure_memory PICTURE`` measures the peak memory of an update against its leaves and draws it.
 
 Every measurement is a process of its own: a convolution as the denoiser, one prompt, latents of 1 MB, micro-batches of
-3. It prints the peak above that of an update without a tree's weight, and what the tree itself stores.
+3 where nothing else is said; on a GPU where there is one, whose memory is then what counts. It prints the peak above that
+of an update without a tree's weight, and what the tree itself stores.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from typing import Any
 from tools.host import ROOT
 
 DEPTHS = (3, 4, 5)
+BATCHES = (1, 9, 27)
 SHAPE = (4, 256, 256)
 
 
-def measure(depth: int) -> dict[str, int]:
+def measure(depth: int, max_batch: int = 3) -> dict[str, int]:
     """Leaves, bytes stored and peak bytes of one update over a tree of that depth, in a new process."""
-    command = [sys.executable, "-m", "tools.measure_memory", "--child", str(depth)]
+    command = [sys.executable, "-m", "tools.measure_memory", "--child", str(depth), str(max_batch)]
     # glibc: give every freed tensor back at once, or its heap's own growth is measured too.
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, text=True)
@@ -31,7 +33,7 @@ def measure(depth: int) -> dict[str, int]:
     return figures
 
 
-def child(depth: int) -> dict[str, int]:
+def child(depth: int, max_batch: int) -> dict[str, int]:
     import torch
     from torch import nn
 
@@ -63,30 +65,40 @@ def child(depth: int) -> dict[str, int]:
 
     def one_update(depth: int) -> int:
         plan = tree_plan(10, 3, depth, 1)
-        roots = torch.randn(1, 1, *SHAPE)
-        options: dict[str, Any] = {"kernel": "flow_sde", "eta": 0.7, "seed": 0, "max_batch": 3}
+        roots = torch.randn(1, 1, *SHAPE, device=device)
+        options: dict[str, Any] = {"kernel": "flow_sde", "eta": 0.7, "seed": 0, "max_batch": max_batch}
         growth = policy.use(lambda denoise: grow(denoise, roots, sigmas, plan, **options), train=False)
         tree = Tree(plan, sigmas, "flow_sde", 0.7, ("a",), policy, 0, growth)  # type: ignore[arg-type]
         rewards = torch.arange(plan.leaves).float().view(1, -1, 1)
         scored = tree.scored(Rewards(("order",), (1.0,), rewards)).with_advantages()
-        update([scored], policy, optimizer, UpdateSettings(max_batch=3))  # type: ignore[arg-type]
+        update([scored], policy, optimizer, UpdateSettings(max_batch=max_batch))  # type: ignore[arg-type]
         return plan.stored * roots.nbytes
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model, policy = Denoiser(), Whole()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, policy = Denoiser().to(device), Whole()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     sigmas = tuple(float(sigma) for sigma in torch.linspace(1, 0, 11))
     stored_before, peak_before = one_update(1), _peak()
     stored = one_update(depth)
-    return {"leaves": 3**depth, "stored": stored - stored_before, "peak": _peak() - peak_before}
+    return {
+        "leaves": 3**depth,
+        "max_batch": max_batch,
+        "stored": stored - stored_before,
+        "peak": _peak() - peak_before,
+    }
 
 
 def _peak() -> int:
-    """Most bytes of main memory this process has had so far.
+    """Most bytes this process has had so far, of the GPU's memory or else of main memory.
 
     Linux hands getrusage's figure on to new processes, so a child of a large one would begin at its parent's.
     """
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
     status = Path("/proc/self/status")
     if status.exists():
         (line,) = (line for line in status.read_text(encoding="ascii").splitlines() if line.startswith("VmHWM:"))
@@ -112,7 +124,7 @@ def draw(figures: list[dict[str, int]], path: Path) -> None:
 
 def main() -> None:
     if sys.argv[1] == "--child":
-        print(json.dumps(child(int(sys.argv[2]))))
+        print(json.dumps(child(int(sys.argv[2]), int(sys.argv[3]))))
         return
     figures = [measure(depth) for depth in DEPTHS]
     for entry in figures:
