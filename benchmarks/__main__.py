@@ -80,6 +80,7 @@ def main() -> None:
         learning.run(args.learning or learning.GROUPS)
     report.fill(report.texts(read()))
     report.draw_pareto()
+    report.draw_iteration([row for row in read()["iteration"]["figures"] if row["prompts"] == len(PROMPTS)])
     print(f"{RESULTS} and {report.PAGE}, {time.time() - start:.0f} s")
 
 

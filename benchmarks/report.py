@@ -8,15 +8,21 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+import matplotlib
+import numpy as np
 
 from tools.host import ROOT
 
 from . import learning, search
 
+matplotlib.use("agg")
+
+from matplotlib import pyplot
+
 PAGE = ROOT / "docs" / "benchmarks.md"
-PARETO = ROOT / "docs" / "images" / "pareto.png"
+IMAGES = ROOT / "docs" / "images"
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -266,14 +272,22 @@ def _ratio(rows: Sequence[dict[str, Any]], name: str) -> float | None:
     return next((float(row["ratio"]) for row in rows if row["method"].startswith(name)), None)
 
 
-def draw_pareto(path: Path = PARETO) -> None:
+def draw_iteration(rows: Sequence[dict[str, Any]]) -> None:
+    """Seconds of one update by stage, a bar per method."""
+    figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
+    names, left = [row["method"] for row in rows], np.zeros(len(rows))
+    for stage in ("rollout", "decode", "reward", "update"):
+        seconds = np.array([row["stages"][stage] for row in rows])
+        axes.barh(names, seconds, left=left, label=stage)
+        left += seconds
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds of one update, six prompts with 27 pictures each")
+    axes.legend()
+    figure.savefig(IMAGES / "iteration.png", dpi=130)
+
+
+def draw_pareto() -> None:
     """Held-out gain against seconds of training, a curve per way, means over seeds."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import numpy as np
-    from matplotlib import pyplot
-
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     methods, (reward,) = learning.GROUPS["pareto"]
     for number, method in enumerate(methods):
@@ -291,4 +305,4 @@ def draw_pareto(path: Path = PARETO) -> None:
     axes.set(xlabel="seconds of training, one core", ylabel="held-out gain", ylim=(-0.02, None))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7, ncols=2)
-    figure.savefig(path, dpi=130)
+    figure.savefig(IMAGES / "pareto.png", dpi=130)

@@ -1,8 +1,8 @@
 """``python -m tools.measure_memory PICTURE`` measures the peak memory of an update against its leaves and draws it.
 
 Every measurement is a process of its own: a convolution as the denoiser, one prompt, latents of 1 MB, micro-batches of
-3 where nothing else is said; on a GPU where there is one, whose memory is then what counts. It prints the peak above that
-of an update without a tree's weight, and what the tree itself stores.
+3 where nothing else is said; on a GPU where there is one, whose memory is then what counts. It prints the peak above
+that of an update without a tree's weight, and what the tree itself stores.
 """
 
 from __future__ import annotations
