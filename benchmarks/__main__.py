@@ -22,7 +22,7 @@ from typing import Any
 from tools import measure_memory
 from tools.host import ROOT
 
-from . import full_size, host, iteration, learning, profile, report, search
+from . import figures, full_size, host, ideas, iteration, learning, profile, report, search
 
 RESULTS = ROOT / "benchmarks" / "results.json"
 PROMPTS = ["fox on blue", "tulip on white", "owl on green", "apple on yellow", "crab on pink", "panda on red"]
@@ -53,11 +53,12 @@ SECTIONS: dict[str, Callable[[int], Any]] = {
         *(measure_memory.measure(5, rows) for rows in measure_memory.BATCHES),
     ],
     "host": lambda repetitions: host.measure(repetitions),
+    "ideas": ideas.measure,
     "search": lambda _: search.measure(),
     "full-size": lambda _: full_size.measure_all(),
 }
 """Name -> what measures it, given the number of repetitions."""
-LONG = ("search", "full-size")
+LONG = ("ideas", "search", "full-size")
 
 
 def main() -> None:
@@ -72,15 +73,15 @@ def main() -> None:
     chosen = args.only or [name for name in SECTIONS if args.full or name not in LONG]
     for name in [] if args.report or args.learning is not None else chosen:
         before = time.time()
-        figures = SECTIONS[name](10 if args.full else 2)
-        results = read() | {name: {"machine": machine(), "figures": figures}}
+        found = SECTIONS[name](10 if args.full else 2)
+        results = read() | {name: {"machine": machine(), "figures": found}}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         print(f"{name}: {time.time() - before:.0f} s", flush=True)
     if args.full or args.learning is not None:
         learning.run(args.learning or learning.GROUPS)
     report.fill(report.texts(read()))
-    report.draw_pareto()
-    report.draw_iteration([row for row in read()["iteration"]["figures"] if row["prompts"] == len(PROMPTS)])
+    figures.draw_pareto()
+    figures.draw_iteration([row for row in read()["iteration"]["figures"] if row["prompts"] == len(PROMPTS)])
     print(f"{RESULTS} and {report.PAGE}, {time.time() - start:.0f} s")
 
 

@@ -10,19 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import matplotlib
-import numpy as np
-
 from tools.host import ROOT
 
 from . import learning, search
 
-matplotlib.use("agg")
-
-from matplotlib import pyplot
-
 PAGE = ROOT / "docs" / "benchmarks.md"
-IMAGES = ROOT / "docs" / "images"
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -150,6 +142,16 @@ def _search(figures: dict[str, list[dict[str, Any]]]) -> str:
     return "\n\n".join(tables)
 
 
+def _ideas(rows: list[dict[str, Any]]) -> str:
+    return markdown(
+        ["idea", "milliseconds without", "with", "times faster"],
+        [
+            [row["idea"], f"{1000 * row['without']:.1f}", f"{1000 * row['with']:.1f}", _spread(row, "times faster")]
+            for row in rows
+        ],
+    )
+
+
 def _host(figures: dict[str, Any]) -> str:
     first, graph = figures["first forward"], figures["graph"]
     rows = [
@@ -172,6 +174,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "full-size": _full_size,
     "profile": _profile,
     "host": _host,
+    "ideas": _ideas,
     "search": _search,
 }
 """Place in the page -> what writes it; the section of the results is the part before the comma."""
@@ -270,39 +273,3 @@ def _figures(results: dict[str, Any], section: str) -> list[dict[str, Any]]:
 
 def _ratio(rows: Sequence[dict[str, Any]], name: str) -> float | None:
     return next((float(row["ratio"]) for row in rows if row["method"].startswith(name)), None)
-
-
-def draw_iteration(rows: Sequence[dict[str, Any]]) -> None:
-    """Seconds of one update by stage, a bar per method."""
-    figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
-    names, left = [row["method"] for row in rows], np.zeros(len(rows))
-    for stage in ("rollout", "decode", "reward", "update"):
-        seconds = np.array([row["stages"][stage] for row in rows])
-        axes.barh(names, seconds, left=left, label=stage)
-        left += seconds
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds of one update, six prompts with 27 pictures each")
-    axes.legend()
-    figure.savefig(IMAGES / "iteration.png", dpi=130)
-
-
-def draw_pareto() -> None:
-    """Held-out gain against seconds of training, a curve per way, means over seeds."""
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    methods, (reward,) = learning.GROUPS["pareto"]
-    for number, method in enumerate(methods):
-        curves = list(learning.of(method.name, reward).values())
-        if not curves:
-            continue
-        seconds = np.linspace(0, min(curve[-1]["seconds"] for curve in curves), 20)
-        gains = [
-            np.interp(seconds, [point["seconds"] for point in curve], [point["rewards"][reward] for point in curve])
-            - curve[0]["rewards"][reward]
-            for curve in curves
-        ]
-        style = ["-", "--", ":"][number // 10]
-        axes.plot(seconds, np.mean(gains, 0), style, color=f"C{number % 10}", label=method.name)
-    axes.set(xlabel="seconds of training, one core", ylabel="held-out gain", ylim=(-0.02, None))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, ncols=2)
-    figure.savefig(IMAGES / "pareto.png", dpi=130)

@@ -194,6 +194,7 @@ MODULES = (
     "nodes.host",
     "nodes.guided",
     "nodes.prompts",
+    "nodes.encoding",
     "nodes.sampling",
     "nodes.reward",
     "nodes.evaluate",
