@@ -77,7 +77,7 @@ def main() -> None:
         results = read() | {name: {"machine": machine(), "figures": found}}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         print(f"{name}: {time.time() - before:.0f} s", flush=True)
-    if args.full or args.learning is not None:
+    if args.learning is not None or (args.full and not (args.only or args.report)):
         learning.run(args.learning or learning.GROUPS)
     report.fill(report.texts(read()))
     figures.draw_pareto()
@@ -87,7 +87,8 @@ def main() -> None:
 
 def read() -> dict[str, Any]:
     """The figures so far."""
-    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    return {name: section for name, section in found.items() if name in SECTIONS}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ OTHERS = (
         Method(f"TreeGRPO, tail of {steps}", tail_steps=steps, window={"policy": "fixed", "start": 1})
         for steps in (3, 2, 1)
     ),
-    Method("DanceGRPO, 6 of 9 steps trained", FLAT, roots=LEAVES, advantage={"train_steps": 6}),
+    Method("DanceGRPO, 6 of 9 steps trained", FLAT, roots=LEAVES, trained=6),
     Method("DanceGRPO, all 9 steps trained; Flow-GRPO", FLAT, roots=LEAVES),
     Method(
         "DanceGRPO with the first step shared, 6 of 9 trained", "27 1 1 1 1 1 1 1 1 0", advantage={"train_steps": 6}

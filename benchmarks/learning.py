@@ -31,13 +31,13 @@ def _variant(name: str, **settings: Any) -> Method:
     return Method(name, tail_steps=TAIL, **settings)
 
 
-EVERY_STEP, TAIL_3, TAIL_2, TAIL_1 = TREES = (
+EVERY_STEP, _, TAIL_2, TAIL_1 = TREES = (
     _tree("k 3, d 3, every step", tail=0),
     _tree("k 3, d 3, tail 3", tail=3),
     _tree("k 3, d 3, tail 2"),
     _tree("k 3, d 3, tail 1", tail=1),
 )
-FLAT_PLAN = Method("DanceGRPO, 6 of 9 steps trained", FLAT, roots=LEAVES, advantage={"train_steps": 6})
+FLAT_PLAN = Method("DanceGRPO, 6 of 9 steps trained", FLAT, roots=LEAVES, trained=6)
 PARETO = (
     *TREES,
     _tree("k 2, d 3, tail 2", branching=2),

@@ -6,11 +6,12 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import random
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,8 @@ class Method:
     name: str
     row: str = ""
     roots: int = 1
+    trained: int = 0
+    """How many of its stochastic steps are trained, drawn anew for every update; 0: all."""
     tail_steps: int = 0
     """Steps after the window; 0: all."""
     window: Mapping[str, Any] = field(default_factory=dict)
@@ -138,7 +141,17 @@ class Session:
             sampling, policy = self.parts["nodes.sampling"], self.policy()
             bare = sampling.bare_tree(plan, sigmas, "auto", 0.0, tuple(self.prompts), policy)
             grown = sampling.grown(bare, self.noise, self.max_batch, None, method.tail_steps > 0, None)
-            return self._scored(grown).with_advantages(**method.advantage)
+            scored = self._scored(grown).with_advantages(**method.advantage)
+        return self._with_steps_drawn(scored, method.trained) if method.trained else scored
+
+    def _with_steps_drawn(self, tree: Any, count: int) -> Any:
+        """The tree with only so many of its stochastic steps to train."""
+        import torch
+
+        steps, none = range(len(tree.plan.branching)), torch.empty(0, len(tree.prompts), dtype=torch.long)
+        seed = self.parts["treegrpo_core.plan"].derive_seed(self.seed, "steps", self.run.iteration)
+        drawn = random.Random(seed).sample(steps, count)
+        return replace(tree, trained=tuple(None if step in drawn else none for step in steps))
 
     def step(self, method: Method) -> Any:
         """One update by this method; its metrics."""
@@ -170,17 +183,12 @@ class Session:
         return {name: float(row.mean()) for name, row in zip(self.rewards, scores, strict=True)}
 
     def _scored(self, tree: Any) -> Any:
-        import torch
-
-        module, rewards = self.parts["treegrpo_core.tree"], self.parts["treegrpo_core.rewards"]
+        timed, reward = self.parts["treegrpo_core.tree"].timed, self.parts["nodes.reward"]
         start = time.perf_counter()
-        images = self.parts["nodes.reward"].decode(tree, self.vae)
+        images = reward.decode(tree, self.vae)
         decoded = time.perf_counter()
-        prompts = [prompt for prompt in tree.prompts for _ in range(tree.plan.leaves)]
-        scores = rewards.score(self.scorers, images, prompts)
-        values = torch.stack([module.by_leaf(row, len(tree.prompts)) for row in scores])
-        scored = tree.scored(module.Rewards(self.rewards, tuple(each.weight for each in self.scorers), values))
-        return module.timed(module.timed(scored, "decode", decoded - start), "reward", time.perf_counter() - decoded)
+        scored = tree.scored(reward.rewards_of(self.scorers, images, tree.prompts, tree.plan.leaves))
+        return timed(timed(scored, "decode", decoded - start), "reward", time.perf_counter() - decoded)
 
     def update(self, tree: Any, **settings: Any) -> Any:
         """One update on the tree; its metrics."""
@@ -201,7 +209,6 @@ MODULES = (
     "nodes.search",
     "treegrpo_core.bundled.captions",
     "treegrpo_core.plan",
-    "treegrpo_core.sampler",
     "treegrpo_core.tree",
     "treegrpo_core.sampler",
     "treegrpo_core.transition",

@@ -42,7 +42,7 @@ class TreeAdvantage(io.ComfyNode):
                     min=0,
                     max=1000,
                     optional=True,
-                    tooltip="Train only so many of the stochastic steps, those with the largest advantages. 0: all.",
+                    tooltip="Train only so many of the stochastic steps, those whose branches differ most. 0: all.",
                 ),
                 io.Float.Input(
                     "train_share",
@@ -51,8 +51,8 @@ class TreeAdvantage(io.ComfyNode):
                     max=1.0,
                     step=0.01,
                     optional=True,
-                    tooltip="Train only this share of each step's parents, those whose children have the largest "
-                    "advantages, at least one per prompt. Saves time in LoRAUpdate.",
+                    tooltip="Train only this share of each step's parents, those whose children's advantages differ "
+                    "most, at least one per prompt. Saves time in LoRAUpdate.",
                 ),
             ],
             outputs=[TreeType.Output(display_name="TREE", tooltip="The trees with advantages, for LoRAUpdate.")],

@@ -17,6 +17,7 @@ import comfy.model_patcher
 import comfy.model_sampling
 import comfy.patcher_extension
 import comfy.samplers
+import comfy.sd
 import comfy.sd1_clip
 import comfy.utils
 import folder_paths
@@ -235,14 +236,16 @@ def plain_prompt(text: str) -> str:
 
 
 def encoder_settings(clip: Any) -> Hashable:
-    """What an encoding depends on beside its text and the encoder; None where that cannot be told (hooks, wrappers)."""
-    try:
-        if clip.patcher.forced_hooks is not None or clip.apply_hooks_to_conds is not None:
-            return None
-        options = repr(sorted(clip.tokenizer_options.items()))
-        return clip.patcher.patches_uuid, clip.layer_idx, clip.tokenizer, options
-    except AttributeError:
+    """What an encoding depends on beside its text and the encoder; None where that cannot be told.
+
+    That is so with hooks, with patched objects, and with another package's text encoder.
+    """
+    if type(clip) is not comfy.sd.CLIP or {"tokenize", "encode_from_tokens_scheduled"} & vars(clip).keys():
         return None
+    patcher = clip.patcher
+    if patcher.forced_hooks is not None or clip.apply_hooks_to_conds is not None or patcher.object_patches:
+        return None
+    return patcher.patches_uuid, clip.layer_idx, clip.tokenizer, repr(sorted(clip.tokenizer_options.items()))
 
 
 def prompt_rows(guider: Any) -> int:

@@ -17,6 +17,9 @@ from ..treegrpo_core.tree import Tree, by_prompt, taken
 from . import host
 from .types import CATEGORY, TreeType
 
+JPEG_HEIGHT = 65500
+"""Pixels that the format allows."""
+
 
 class Preview(io.ComfyNode):
     """The tree as a picture in the node."""
@@ -47,7 +50,8 @@ class Preview(io.ComfyNode):
 
 def _shown(picture: Image.Image) -> ui.SavedImages:
     """The picture among ComfyUI's temporary files. As JPEG: core's PNG of it takes as long as several forwards."""
-    folder, name = Path(folder_paths.get_temp_directory()), f"treegrpo_{uuid.uuid4().hex}.jpg"
+    kind = "jpg" if picture.height <= JPEG_HEIGHT else "png"
+    folder, name = Path(folder_paths.get_temp_directory()), f"treegrpo_{uuid.uuid4().hex}.{kind}"
     folder.mkdir(parents=True, exist_ok=True)
     picture.save(folder / name, quality=92, subsampling=0)
     return ui.SavedImages([ui.SavedResult(name, "", io.FolderType.temp)])

@@ -124,7 +124,8 @@ class Search(io.ComfyNode):
         max_batch: int,
         count: int,
     ) -> io.NodeOutput:
-        if not any(entry.weight for entry in reward):
+        asked = [entry for entry in reward if entry.weight]
+        if not asked:
             raise ValueError("reward: all weights are 0, so no picture is better than another; give one a weight")
         policy, texts = guided_policy(None, guider, sigmas, latent, prompts)
         schedule = levels_of(sigmas)
@@ -133,7 +134,7 @@ class Search(io.ComfyNode):
         check_schedule(schedule, plan)
         plan, schedule = with_tail(plan, schedule, tail_steps)
         tree = bare_tree(plan, schedule, kernel, eta, texts, policy)
-        tree = searched(tree, noise, vae, reward, max_batch, tail_steps > 0, cls.hidden.unique_id)
+        tree = searched(tree, noise, vae, asked, max_batch, tail_steps > 0, cls.hidden.unique_id)
         assert tree.rewards is not None
         best = tree.rewards.best(count)
         return io.NodeOutput(best_leaves(tree, best), by_prompt(taken(tree.rewards.total, best)).tolist())
@@ -148,12 +149,13 @@ def searched(
     second_order: bool,
     node_id: str | None,
 ) -> Tree:
-    """The tree with leaves and their rewards; with a beam, the same rewards of the early predictions prune it."""
+    """The tree with leaves and their rewards; with a beam, those of a weight prune it by the early predictions."""
     policy: Any = tree.policy
+    asked = [entry for entry in reward if entry.weight]
 
     def early(denoised: Tensor) -> Tensor:
         images = decode_latents(policy.guider, by_prompt(denoised), vae)
-        return rewards_of(reward, images, tree.prompts, len(denoised)).standing
+        return rewards_of(asked, images, tree.prompts, len(denoised)).standing
 
     score = early if tree.plan.beam else None
     tree = grown(tree, noise, max_batch, None, second_order, node_id, score)

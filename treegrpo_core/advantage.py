@@ -72,15 +72,15 @@ def back_up(
     return advantages
 
 
-def normalise_per_depth(advantages: Sequence[Tensor], branching: Sequence[int] = ()) -> list[Tensor]:
+def normalise_per_depth(advantages: Sequence[Tensor]) -> list[Tensor]:
     """Standardise the edges of every depth among themselves (BranchGRPO), per trailing group."""
     return [standardise(level) for level in advantages]
 
 
 def against_siblings(advantages: Sequence[Tensor], branching: Sequence[int]) -> list[Tensor]:
-    """What each edge has over the mean of its siblings, itself included; an only child keeps its advantage.
+    """What each edge has over the plain mean of its siblings, itself included; an only child keeps its advantage.
 
-    That leaves out what all siblings share, which their parent's edge is credited with already.
+    That leaves out what all siblings share, which is the merit of the edges above them.
     """
     return [
         level - level.unflatten(0, (-1, k)).mean(1).repeat_interleave(k, 0) if k > 1 else level
@@ -89,23 +89,29 @@ def against_siblings(advantages: Sequence[Tensor], branching: Sequence[int]) -> 
 
 
 NORMALISATIONS: dict[str, Callable[[Sequence[Tensor], Sequence[int]], list[Tensor]]] = {
-    "none": lambda advantages, branching: list(advantages),
-    "per depth": normalise_per_depth,
+    "none": lambda advantages, _: list(advantages),
+    "per depth": lambda advantages, _: normalise_per_depth(advantages),
     "siblings": against_siblings,
 }
 
 
 def worth_training(
     advantages: Sequence[Tensor], branching: Sequence[int], steps: int, share: float
-) -> Iterator[Tensor]:
-    """Of each level the parents to train, (M, P) indices in order, M = 0 for a level left out.
+) -> Iterator[Tensor | None]:
+    """Of each level the parents to train, (M, P) indices in order; None: all; M = 0: none, the level is left out.
 
-    advantages: (edges, P) of each level. Levels are ranked by the mean square of their edges' advantages, the parents
-    of a level, for each prompt, by the squares of theirs; the first of equals is kept.
+    advantages: (edges, P) of each level. What a parent can teach is how far its children's advantages lie apart, the
+    sum of the squares of :func:`against_siblings`; a level's worth is the mean over its edges. The first of equals is
+    kept.
     """
-    worth = torch.stack([level.square().mean() for level in advantages])
+    apart = [level.square() for level in against_siblings(advantages, branching)]
+    worth = torch.stack([level.mean() for level in apart])
     kept = set(worth.sort(descending=True, stable=True).indices[:steps].tolist())
-    for depth, (level, k) in enumerate(zip(advantages, branching, strict=True)):
-        parents = level.square().unflatten(0, (-1, k)).sum(1)
-        count = math.ceil(share * len(parents)) if depth in kept else 0
-        yield parents.sort(dim=0, descending=True, stable=True).indices[:count].sort(dim=0).values
+    for depth, (level, k) in enumerate(zip(apart, branching, strict=True)):
+        parents = level.unflatten(0, (-1, k)).sum(1)
+        # A share of 0.07 of 100 is 7, whatever the last binary digit says.
+        count = math.ceil(share * len(parents) - 1e-9) if depth in kept else 0
+        if count == len(parents):
+            yield None
+        else:
+            yield parents.sort(dim=0, descending=True, stable=True).indices[:count].sort(dim=0).values

@@ -22,6 +22,8 @@ class Tally:
     loss: float = 0.0
     ratio: float = 0.0
     clipped: int = 0
+    clip: float = 0.0
+    """The largest range below 1 that was used."""
     max_log_ratio: float = 0.0
     noise: float = 0.0
     """Squares of log(replay / rollout), over the edges of fresh trees."""
@@ -34,6 +36,7 @@ class Tally:
     def add_ratios(self, log_ratio: Tensor, low: float, high: float) -> None:
         """Count edges by what the policy now makes of them: log_ratio (E,), limits 1 - low and 1 + high."""
         self.edges += len(log_ratio)
+        self.clip = max(self.clip, low)
         self.ratio += float(log_ratio.exp().sum())
         change = log_ratio.expm1()
         self.clipped += int(((change < -low) | (change > high)).sum())
@@ -72,10 +75,10 @@ class Metrics(BaseModel):
     """Share of the prompts whose leaves all get the same weighted reward."""
     correlation: dict[str, float] = {}
     """Of every two rewards, over leaves and relative to their prompt's mean."""
-    step_spread: list[float] = []
-    """Standard deviation of the weighted reward that each step of ``window`` brings about."""
+    step_spread: list[float | None] = []
+    """Standard deviation of the weighted reward that each step of ``window`` brings about; None: it does not branch."""
     effective_leaves: float = 0.0
-    """Independent pictures of a prompt that would tell its mean reward as well as its leaves, which share steps."""
+    """Pictures that share only a tree's initial noises and would tell their mean reward as well as its leaves do."""
     diversity: float | None = None
     """Mean distance of two leaves of one prompt, 0 to 1; None if the leaves were never decoded."""
     loss: float
@@ -128,7 +131,10 @@ def summary(
         reward_spread=signals.spread(rewards),
         zero_spread=signals.zero_spread(rewards),
         correlation=signals.correlation(rewards),
-        step_spread=[math.sqrt(variance) for variance in components[1:]],
+        step_spread=[
+            math.sqrt(variance) if k > 1 else None
+            for variance, k in zip(components[1:], trees[0].plan.branching, strict=True)
+        ],
         effective_leaves=signals.effective_leaves(components, trees[0].plan),
         diversity=signals.diversity([tree.growth.thumbnails for tree in trees]),
         loss=sum(tally.loss for tally in passes) / edges,

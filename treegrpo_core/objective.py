@@ -20,10 +20,11 @@ def clipped_surrogate(
 
 
 def normalised_log_ratio(log_ratio: Tensor, mean: Tensor, mean_old: Tensor, std: float) -> Tensor:
-    """GRPO-Guard's ratio (arXiv 2510.22319, eq. 8), of which every step's has mean 1 and the same spread: (E,).
+    """GRPO-Guard's ratio (arXiv 2510.22319, eq. 8): its mean is 1, its spread that of the means alone: (E,).
 
     A Gaussian's log-ratio lies below 0 on average, by the divergence of the two means, and spreads with 1 / std: the
-    one is added again, the other multiplied out. mean, mean_old: (E, *latent); std: of the whole step.
+    one is added again, the other multiplied out, so that the step's noise level plays no part. mean, mean_old:
+    (E, *latent); std: of the whole step.
     """
     return (log_ratio + gaussian_kl(mean, mean_old, std)) * std
 

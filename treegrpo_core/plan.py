@@ -166,8 +166,9 @@ def window_start(
     _check_window(num_steps, depth, 0)
     weights = r ** torch.arange(num_steps - depth, dtype=torch.float64)
     if step_spread:
-        unseen = max(step_spread.values())
-        signal = torch.tensor([step_spread.get(step, unseen) for step in range(num_steps - 1)], dtype=torch.float64)
+        steps = range(num_steps - 1)
+        unseen = max((step_spread[step] for step in steps if step in step_spread), default=0.0)
+        signal = torch.tensor([step_spread.get(step, unseen) for step in steps], dtype=torch.float64)
         weights = weights * signal.clamp(min=0.1 * unseen or 1.0).unfold(0, depth, 1).sum(1)
     return int(torch.multinomial(weights, 1, generator=generator))
 

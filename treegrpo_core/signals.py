@@ -50,8 +50,9 @@ def correlation(rewards: Sequence[Rewards]) -> dict[str, float]:
 def variance_components(totals: Sequence[Tensor], plan: Plan) -> list[float]:
     """Variance of the reward that the roots and each stochastic step bring about: a nested analysis of variance.
 
-    totals: (L, P) weighted rewards of trees of this plan. Their sum is the variance of a single leaf's reward. A level
-    without siblings (one root, branching 1) cannot be told from the one above, which gets its share.
+    totals: (L, P) weighted rewards of trees of this plan. A level without siblings (branching 1) cannot be told from
+    the one above, which gets its share; with one root, what initial noises bring about is not seen at all. Estimates
+    below 0 count as 0.
     """
     means, below = torch.cat(list(totals), 1).double(), 0.0
     components: list[float] = []
@@ -69,9 +70,10 @@ def variance_components(totals: Sequence[Tensor], plan: Plan) -> list[float]:
 
 
 def effective_leaves(components: Sequence[float], plan: Plan) -> float:
-    """How many independent pictures tell a prompt's mean reward as well as its correlated leaves do: 1 to L.
+    """How many pictures that share only the tree's initial noises tell their mean reward as well as its leaves do.
 
-    components: see :func:`variance_components`. 0 if all rewards are equal.
+    components: see :func:`variance_components`. From the children of the first branching to L; 0 if all rewards are
+    equal.
     """
     nodes = [plan.roots, *(plan.nodes(step + 1) for step in plan.stochastic_steps)]
     variance_of_mean = sum(variance / count for variance, count in zip(components, nodes, strict=True))
@@ -82,7 +84,7 @@ def step_spread(log: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     """Step of the schedule -> mean variance of the reward that it brought about in the updates that branched there."""
     found: dict[int, list[float]] = {}
     for entry in log:
-        for step, spread in zip(entry.get("window", ()), entry.get("step_spread", ()), strict=False):
+        for step, spread in zip(entry.get("window") or (), entry.get("step_spread") or (), strict=False):
             if _is_number(spread):
                 found.setdefault(step, []).append(spread**2)
     return {step: sum(values) / len(values) for step, values in found.items()}

@@ -44,7 +44,7 @@ class UpdateSettings(BaseModel):
     clip_high: float | None = Field(default=None, gt=0)
     """Another upper limit of the ratio, 1 + clip_high (DAPO); None: that of ``clip``."""
     ratio_norm: bool = False
-    """GRPO-Guard: ratios of equal mean and spread at every step, and losses divided by the step's |dt|."""
+    """GRPO-Guard, for rectified flows: see :func:`.objective.normalised_log_ratio`; losses are divided by |dt|."""
     kl: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the reference; 0 spends no forward on it."""
     kl_reference: Literal["base", "average"] = "base"
@@ -86,6 +86,8 @@ def update(
     for tree in trees:
         if tree.advantages is None:
             raise ValueError("a tree has no advantages yet; connect TreeAdvantage between the rewards and LoRAUpdate")
+        if settings.ratio_norm and tree.policy.prediction != "flow":
+            raise ValueError("ratio_norm: GRPO-Guard is made for rectified flows, and this model is none; turn it off")
         if settings.ratio_norm and tree.iteration != iteration:
             raise ValueError(
                 f"ratio_norm: it compares with the policy that grew the tree, which is gone: the tree is of update "
@@ -93,6 +95,8 @@ def update(
                 "turn ratio_norm off"
             )
         _ = tree.leaves  # says what to do if the tree was freed
+    if settings.kl > 0 and settings.kl_reference == "average" and average is None:
+        raise ValueError("kl_reference is 'average', but there is no average of the adapter's weights yet")
     start = time.perf_counter()
     one_pass = _Pass(trees, adapter, average or {}, settings, iteration)
     tallies: list[Tally] = []
@@ -101,8 +105,8 @@ def update(
         noise = tally.replay_noise or noise
         tally.grad_norm = _step(adapter, optimizer, settings.max_grad_norm)
         tallies.append(tally)
-    clip, seconds = max(settings.clip, NOISE_MARGIN * noise), time.perf_counter() - start
-    if tallies and clip > settings.clip:
+    clip, seconds = tallies[-1].clip if tallies else settings.clip, time.perf_counter() - start
+    if clip > settings.clip:
         log.info("TreeGRPO: clip %.1e lies within the replay noise (%.1e); %.1e is used", settings.clip, noise, clip)
     return summary(trees, tallies, adapter_norm=adapter.norm(), iteration=iteration, clip=clip, seconds=seconds)
 
@@ -165,7 +169,7 @@ class _Edges:
 
 def _to_train(tree: Tree) -> Iterator[tuple[Level, Tensor, Tensor | None]]:
     """Every level that is trained, with its advantages and its trained parents (None: all)."""
-    chosen = tree.trained or [None] * len(tree.growth.levels)
+    chosen = tree.trained or (None,) * len(tree.growth.levels)
     for level, advantage, parents in zip(tree.growth.levels, tree.advantages or (), chosen, strict=True):
         if parents is None or len(parents):
             yield level, advantage, parents
@@ -198,6 +202,9 @@ class _Pass:
             fresh = first and tree.iteration == self.iteration
 
             def work(denoise: Denoiser, tree: Tree = tree, levels: list[_Edges] = levels, fresh: bool = fresh) -> None:
+                if self.settings.kl > 0:  # once, not for every micro-batch; only here the adapter is on the device
+                    device = self.parameters[0].device
+                    self.average = {name: value.to(device) for name, value in self.average.items()}
                 for edges in levels:
                     self._level(denoise, tree, edges, fresh, noise, tally)
 

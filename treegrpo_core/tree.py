@@ -120,8 +120,8 @@ class Tree:
     growth: Growth
     rewards: Rewards | None = None
     advantages: tuple[Tensor, ...] | None = None
-    trained: tuple[Tensor, ...] | None = None
-    """Of each level the parents that are trained, (M, P) indices; None: all."""
+    trained: tuple[Tensor | None, ...] = ()
+    """Of each level the parents that are trained, (M, P) indices; None: all of it. Empty: all of all levels."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -148,7 +148,7 @@ class Tree:
                 f"{float(rewards.values[reward, leaf, prompt])}; "
                 "every reward must be a finite number"
             )
-        return replace(self, rewards=rewards, advantages=None, trained=None)
+        return replace(self, rewards=rewards, advantages=None, trained=())
 
     def with_advantages(
         self,
@@ -161,8 +161,8 @@ class Tree:
         """The tree with an advantage (edges, P) for every edge of every level.
 
         ``train_steps``: train only so many of its stochastic steps, 0: all; ``train_share``: train only this share of
-        each step's parents, at least one per prompt. Those with the largest advantages are kept (BranchGRPO prunes
-        depth and width like this). Pruning drops edges from training alone; every leaf counts in the advantages.
+        each step's parents, at least one per prompt. Those are kept whose children lie furthest apart
+        (:func:`.advantage.worth_training`). This drops edges from training alone; every leaf counts in the advantages.
         """
         if self.rewards is None:
             raise ValueError("the tree has no rewards yet; connect a RewardScorer or TreeGRPORewardFromFloats before")
@@ -181,15 +181,13 @@ class Tree:
         edges = advantage.NORMALISATIONS[normalisation](edges, self.plan.branching)
         return replace(self, advantages=tuple(edges), trained=self._trained(edges, train_steps, train_share))
 
-    def _trained(self, edges: list[Tensor], steps: int, share: float) -> tuple[Tensor, ...] | None:
+    def _trained(self, edges: list[Tensor], steps: int, share: float) -> tuple[Tensor | None, ...]:
         if not 0 < share <= 1:
             raise ValueError(f"train_share is {share}; it must lie above 0 and be at most 1")
         if not 0 <= steps <= len(edges):
             raise ValueError(
                 f"train_steps is {steps}, but the plan has {len(edges)} stochastic steps; lower it, or 0 for all"
             )
-        if share == 1 and steps in (0, len(edges)):
-            return None
         return tuple(advantage.worth_training(edges, self.plan.branching, steps or len(edges), share))
 
 

@@ -109,15 +109,29 @@ def test_against_siblings_leaves_what_an_edge_adds_itself():
     assert torch.equal(against_siblings([only_children], (1,))[0], only_children)
 
 
-def test_the_parents_of_the_largest_advantages_are_worth_training():
-    """Two levels of two prompts; the second prompt's largest advantages are elsewhere."""
+def kept(*arguments):
+    """Parents by level, as lists; None: all."""
+    return [chosen if chosen is None else chosen.tolist() for chosen in worth_training(*arguments)]
+
+
+def test_the_parents_whose_children_lie_furthest_apart_are_worth_training():
+    """Two levels of two prompts; the second prompt's children differ elsewhere."""
     first = torch.tensor([[0.1, 0.2], [-0.1, 0.0]])
-    second = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.5, 3.0], [0.5, -2.0]])
-    assert [chosen.tolist() for chosen in worth_training([first, second], (2, 2), 1, 0.5)] == [[], [[0, 1]]]
-    every = [chosen.tolist() for chosen in worth_training([first, second], (2, 2), 2, 1.0)]
-    assert every == [[[0, 0]], [[0, 0], [1, 1]]]
+    second = torch.tensor([[1.0, 9.0], [-1.0, 9.0], [0.5, 3.0], [0.5, -2.0]])
+    assert kept([first, second], (2, 2), 1, 0.5) == [[], [[0, 1]]]
+    assert kept([first, second], (2, 2), 2, 1.0) == [None, None]
+
+
+def test_the_step_that_made_the_difference_is_worth_training_though_later_edges_inherit_it():
+    first = torch.tensor([[1.0], [-1.0]])
+    second = torch.tensor([[1.1], [0.9], [-1.1], [-0.9]])
+    assert kept([first, second], (2, 2), 1, 1.0) == [None, []]
+
+
+def test_a_share_is_not_rounded_up_by_its_last_digit():
+    assert len(kept([torch.randn(100, 1)], (1,), 1, 0.07)[0]) == 7
 
 
 def test_of_equal_steps_the_first_are_trained():
     flat = [torch.tensor([[1.0], [-1.0]])] * 3
-    assert [len(chosen) for chosen in worth_training(flat, (1, 1, 1), 2, 1.0)] == [2, 2, 0]
+    assert kept(flat, (1, 1, 1), 2, 1.0) == [None, None, []]

@@ -114,6 +114,7 @@ def test_an_adaptive_window_goes_where_rewards_spread_and_else_follows_the_law()
     weights = [0.5**start * (1.2 if start <= 2 else 0.3) for start in range(7)]
     assert share("adaptive", spread) == pytest.approx(weights[2] / sum(weights), abs=0.02)
     assert share("adaptive", {0: 0.0, 1: 1.0}) > share("random", None)  # what was not seen may be as good as the best
+    assert share("adaptive", spread | {17: 99.0}) == share("adaptive", spread)  # a step of another schedule
 
 
 def test_fixed_and_shifting_windows():

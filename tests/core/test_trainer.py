@@ -278,6 +278,9 @@ def test_ratio_norm_remembers_the_means_over_passes_and_needs_a_fresh_tree(tmp_p
     assert metrics.ratio_mean == pytest.approx(1, abs=1e-3)
     with pytest.raises(ValueError, match="ratio_norm.*turn ratio_norm off"):
         run.update([old], UpdateSettings(ratio_norm=True))
+    policy.prediction = "eps"
+    with pytest.raises(ValueError, match="ratio_norm: GRPO-Guard is made for rectified flows"):
+        run.update([old], UpdateSettings(ratio_norm=True))
 
 
 def test_kl_to_the_average_is_zero_where_the_run_stands_still(tmp_path):

@@ -26,6 +26,12 @@ other = session.clip.clone()
 other.patcher.patches_uuid = "a LoRA"
 hooked = session.clip.clone()
 hooked.apply_hooks_to_conds = "hooks"
+swapped = session.clip.clone()
+swapped.patcher.object_patches["encode_token_weights"] = plain
+class Wrapper:
+    def __init__(self, inner):
+        self.__dict__.update(inner.__dict__)
+        self.tokenize, self.encode_from_tokens_scheduled = inner.tokenize, inner.encode_from_tokens_scheduled
 with torch.inference_mode():
     seen = {"new": count(session.clip, "owl on red", "fox on red")}
     seen["again"] = count(session.clip, "owl on red", "fox on red")
@@ -33,6 +39,8 @@ with torch.inference_mode():
     seen["patched"] = count(other, "owl on red")
     seen["hooked"] = count(hooked, "owl on red")
     seen["hooked again"] = count(hooked, "owl on red")
+    seen["swapped"] = count(swapped, "owl on red")
+    seen["wrapped"] = count(Wrapper(session.clip), "owl on red")
     size = encoding._size(session.clip.encode_from_tokens_scheduled(session.clip.tokenize("owl on red")))
     encoding.LIMIT = 2 * size
     for text in ("a", "b", "c"):
@@ -60,6 +68,7 @@ def test_a_text_is_encoded_once_and_stays_the_same(probed):
 def test_what_changes_the_encoder_is_seen(probed):
     calls, _ = probed
     assert (calls["patched"], calls["hooked"], calls["hooked again"]) == (1, 1, 1)
+    assert (calls["swapped"], calls["wrapped"]) == (1, 1)
 
 
 def test_what_was_not_used_for_long_is_dropped(probed):
