@@ -141,8 +141,8 @@ class LoRAUpdate(io.ComfyNode):
                     "ratio_norm",
                     default=False,
                     optional=True,
-                    tooltip="GRPO-Guard, for flow models: ratios with mean 1 that do not depend on a step's noise level, "
-                    "and equal weight for every step's gradient, against reward hacking.",
+                    tooltip="GRPO-Guard, for flow models: ratios with mean 1 that do not depend on a step's noise "
+                    "level, and equal weight for every step's gradient, against reward hacking.",
                 ),
                 io.Combo.Input(
                     "kl_reference",
