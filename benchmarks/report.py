@@ -190,26 +190,35 @@ def learned(group: str) -> str:
     """What the methods of a group learned, means over seeds; empty if there is no run yet."""
     methods, rewards = learning.GROUPS[group]
     rows = [
-        _learned_row(method.name, reward, list(curves.values()))
+        _learned_row(method.name, methods[0].name, reward)
         for reward, method in itertools.product(rewards, methods)
-        if (curves := learning.of(method.name, reward))
+        if learning.of(method.name, reward)
     ]
     head = ["trained on", "method", "seconds", "updates", "forwards"]
     gains = (f"gain in `{name}`" for name in learning.WATCHED)
-    return markdown([*head, *gains, "time to the flat plan's end"], rows) if rows else ""
+    return markdown([*head, *gains, "over the first row", "time to the flat plan's end"], rows) if rows else ""
 
 
-def _learned_row(method: str, reward: str, curves: list[list[dict[str, Any]]]) -> list[str]:
-    ends = [curve[-1] for curve in curves]
+def _learned_row(method: str, first: str, reward: str) -> list[str]:
+    curves = learning.of(method, reward)
+    ends = [curve[-1] for curve in curves.values()]
+    base = _gains(first, reward, reward)
+    over = [gain - base[seed] for seed, gain in _gains(method, reward, reward).items() if seed in base]
     shares = learning.shares_of_flat(method, reward)
-    gains = [[curve[-1]["rewards"][name] - curve[0]["rewards"][name] for curve in curves] for name in learning.WATCHED]
     return [
         f"`{reward}`",
         method,
         *(f"{statistics.mean(end[key] for end in ends):.3g}" for key in ("seconds", "updates", "forwards")),
-        *map(mean_and_error, gains),
+        *(mean_and_error(list(_gains(method, reward, name).values())) for name in learning.WATCHED),
+        mean_and_error(over) if over and method != first else "",
         ", ".join("never" if share is None else f"{share:.2f}" for share in shares) or "-",
     ]
+
+
+def _gains(method: str, reward: str, name: str) -> dict[int, float]:
+    """Seed -> how much the held-out mean of ``name`` rose while ``reward`` was trained on."""
+    curves = learning.of(method, reward)
+    return {seed: curve[-1]["rewards"][name] - curve[0]["rewards"][name] for seed, curve in curves.items()}
 
 
 @dataclass(frozen=True)
@@ -227,7 +236,11 @@ class Target:
         if self.value is None:
             return [self.what, f"{sign} {self.limit:g}", "not measured", "", self.command]
         reached = self.value >= self.limit if self.at_least else self.value <= self.limit
-        return [self.what, f"{sign} {self.limit:g}", f"{self.value:.2f}", "yes" if reached else "**no**", self.command]
+        return [self.what, f"{sign} {self.limit:g}", _value(self.value), "yes" if reached else "**no**", self.command]
+
+
+def _value(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "never"
 
 
 def targets(results: dict[str, Any]) -> str:
