@@ -27,7 +27,7 @@ other.patcher.patches_uuid = "a LoRA"
 hooked = session.clip.clone()
 hooked.apply_hooks_to_conds = "hooks"
 swapped = session.clip.clone()
-swapped.patcher.object_patches["encode_token_weights"] = plain
+swapped.patcher.object_patches["training"] = False
 class Wrapper:
     def __init__(self, inner):
         self.__dict__.update(inner.__dict__)
