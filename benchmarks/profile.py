@@ -90,7 +90,7 @@ def _places(session: Session) -> dict[str, list[tuple[Any, str]]]:
         "core, per sampling": [(comfy.samplers.CFGGuider, "sample")],
         REST: [(parts["nodes.guided"]._Session, "sample")],
         "decode": [(parts["nodes.reward"], "decode")],
-        "reward": [(parts[f"{core}.rewards"], "score")],
+        "reward": [(parts["nodes.reward"], "rewards_of")],
         "advantage": [(tree, "with_advantages")],
         "metrics": [(trainer, "summary")],
         "saving": [(run, "save")],

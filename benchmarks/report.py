@@ -26,7 +26,8 @@ def fill(texts: dict[str, str]) -> None:
     """Replace the page's text between ``<!-- name -->`` and ``<!-- end -->``; ValueError if a place is missing."""
     page = PAGE.read_text(encoding="utf-8")
     for name, text in texts.items():
-        pattern, new = rf"(?<=<!-- {name} -->\n).*?(?=<!-- end -->)", text + "\n"
+        place = f"<!-- {name} -->\n"
+        pattern, new = rf"{place}.*?(?=<!-- end -->)", place + text + "\n"
         page, count = re.subn(pattern, lambda _, new=new: new, page, flags=re.DOTALL)  # type: ignore[misc]
         if count != 1:
             raise ValueError(f"{PAGE.name} has {count} places named {name!r}; there must be one")
@@ -234,9 +235,9 @@ class Target:
     def row(self) -> list[str]:
         sign = "at least" if self.at_least else "at most"
         if self.value is None:
-            return [self.what, f"{sign} {self.limit:g}", "not measured", "", self.command]
+            return [self.what, f"{sign} {self.limit:.3g}", "not measured", "", self.command]
         reached = self.value >= self.limit if self.at_least else self.value <= self.limit
-        return [self.what, f"{sign} {self.limit:g}", _value(self.value), "yes" if reached else "**no**", self.command]
+        return [self.what, f"{sign} {self.limit:.3g}", _value(self.value), "yes" if reached else "**no**", self.command]
 
 
 def _value(value: float) -> str:
@@ -257,20 +258,22 @@ def _targets(results: dict[str, Any]) -> Iterable[Target]:
         yield Target(f"faster than {name}, included model, six prompts", limit, _ratio(included, name), bench)
     full = results.get("full-size", {}).get("figures", {"methods": []})["methods"]
     for name, _, limit in speed:
-        yield Target(f"faster than {name}, SD1.5", limit, _ratio(full, name), f"{bench} `-- --only full-size`")
+        yield Target(
+            f"faster than {name}, SD1.5", limit, _ratio(full, name), "`python -m nox -s bench -- --only full-size`"
+        )
     for steps in (3, 2, 1):
         flat, tail = _ratio(included, "DanceGRPO, 6 of 9"), _ratio(included, f"TreeGRPO, tail of {steps}")
         value = flat / tail if flat and tail else None
         yield Target(f"faster than DanceGRPO, 6 of 9, with a tail of {steps}", 5, value, bench)
     for row in _figures(results, "overhead"):
-        yield Target(f"overhead, {row['prompts']} prompts", 1.05, row["overhead"], bench, False)
+        yield Target(f"overhead, prompts: {row['prompts']}", 1.05, row["overhead"], bench, False)
     trees, rewards = learning.TREES, learning.GROUPS["rivals"][1]
     for method, reward in itertools.product(trees, rewards):
         shares = learning.shares_of_flat(method.name, reward)
         value = statistics.mean(math.inf if share is None else share for share in shares) if shares else None
         if shares:
             what = f"time to the flat plan's final `{reward}`, {method.name}"
-            yield Target(what, 1 / 3, value, f"{bench} `-- --learning`", False)
+            yield Target(what, 1 / 3, value, "`python -m nox -s bench -- --learning`", False)
     memory = {row["leaves"]: row for row in _figures(results, "memory") if row["max_batch"] == 3}
     beyond = (
         (memory[243]["peak"] - memory[27]["peak"]) / (memory[243]["stored"] - memory[27]["stored"]) if memory else None
