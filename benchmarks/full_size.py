@@ -9,6 +9,7 @@ on a few pictures; it is the same for every method.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import sys
@@ -22,6 +23,8 @@ from .iteration import STAGES, STARTS, Cost, expected
 from .session import FLAT, LEAVES, Method, Session
 
 BATCHES = (1, 3, 9, 27)
+SETTINGS = ((16, False), (16, True), (24, True))
+"""Side of the latents, and whether the model's blocks are computed again in the backward."""
 TRAINED = {
     "DanceGRPO, 6 of 9 steps trained": 6,
     "DanceGRPO, all 9 steps trained; Flow-GRPO": 9,
@@ -69,7 +72,7 @@ def session(size: int) -> FullSize:
     return FullSize(["random"], max_batch=LEAVES)
 
 
-def rows(one: FullSize, batches: Sequence[int] = BATCHES) -> list[dict[str, float]]:
+def rows(one: FullSize, batches: Sequence[int] = BATCHES, *, checkpointing: bool = False) -> list[dict[str, float]]:
     """Seconds per row of a forward, and of one with its backward, alone and in larger batches."""
     import torch
 
@@ -86,8 +89,11 @@ def rows(one: FullSize, batches: Sequence[int] = BATCHES) -> list[dict[str, floa
     found = []
     adapter.put_in(model.diffusion_model)
     try:
-        with torch.inference_mode(False):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
             one.parts["nodes.guided"].make_differentiable(model.diffusion_model)
+            if checkpointing:
+                stack.enter_context(one.parts["treegrpo_core.memory"].gradient_checkpointing(model.diffusion_model))
             for count in (batches[0], *batches):  # the first one warms up
                 with torch.no_grad():
                     plain = _seconds(forward, count)
@@ -130,7 +136,6 @@ def measure(one: FullSize, *, checkpointing: bool = False) -> list[dict[str, Any
     return [
         {
             "method": name,
-            "checkpointing": checkpointing,
             **vars(cost),
             "seconds": cost.seconds,
             "ratio": (cost.seconds - decode) / base,
@@ -156,17 +161,29 @@ def _between(one: Cost, other: Cost, share: float) -> Cost:
     return Cost(stages, between(one.forwards, other.forwards), between(one.trained, other.trained))
 
 
-def measure_all(size: int = 16) -> dict[str, list[dict[str, Any]]]:
-    """Seconds per row, and every method's update without and with gradient checkpointing."""
+def measure_all() -> list[dict[str, Any]]:
+    """Every one of :data:`SETTINGS`, which takes three quarters of an hour."""
+    return [measure_one(*setting) for setting in SETTINGS]
+
+
+def measure_one(size: int, checkpointing: bool) -> dict[str, Any]:
+    """Seconds per row, and every method's update, of latents of ``size`` by ``size``."""
     one = session(size)
-    return {"rows": rows(one), "methods": [*measure(one), *measure(one, checkpointing=True)]}
+    return {
+        "size": size,
+        "checkpointing": checkpointing,
+        "rows": rows(one, checkpointing=checkpointing),
+        "methods": measure(one, checkpointing=checkpointing),
+    }
 
 
 def main() -> None:
-    """Print all figures."""
+    """Print the figures of one setting."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", type=int, default=16, help="side of the latents")
-    print(json.dumps(measure_all(parser.parse_args().size), indent=1))
+    parser.add_argument("--checkpointing", action="store_true", help="blocks are computed again in the backward")
+    args = parser.parse_args()
+    print(json.dumps(measure_one(args.size, args.checkpointing), indent=1))
 
 
 if __name__ == "__main__":

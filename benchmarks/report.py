@@ -105,13 +105,16 @@ def _memory(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def _full_size(figures: dict[str, Any]) -> str:
-    rows = markdown(
-        ["rows in a batch", "seconds per row, forward", "with backward"],
-        [[str(row["batch"]), f"{row['forward']:.2f}", f"{row['with backward']:.2f}"] for row in figures["rows"]],
-    )
-    plain, again = ([row for row in figures["methods"] if row["checkpointing"] is on] for on in (False, True))
-    return f"{rows}\n\n{_stages(plain)}\n\nWith `gradient_checkpointing`:\n\n{_stages(again)}"
+def _full_size(settings: list[dict[str, Any]]) -> str:
+    parts = []
+    for one in settings:
+        with_it = ", `gradient_checkpointing`" if one["checkpointing"] else ""
+        rows = markdown(
+            ["rows in a batch", "seconds per row, forward", "with backward"],
+            [[str(row["batch"]), f"{row['forward']:.2f}", f"{row['with backward']:.2f}"] for row in one["rows"]],
+        )
+        parts.append(f"Latents of {one['size']} by {one['size']}{with_it}:\n\n{rows}\n\n{_stages(one['methods'])}")
+    return "\n\n".join(parts)
 
 
 def _profile(rows: list[dict[str, Any]]) -> str:
@@ -256,11 +259,11 @@ def _targets(results: dict[str, Any]) -> Iterable[Target]:
     included = [row for row in _figures(results, "iteration") if row["prompts"] == 6]
     for name, limit, _ in speed:
         yield Target(f"faster than {name}, included model, six prompts", limit, _ratio(included, name), bench)
-    full = results.get("full-size", {}).get("figures", {"methods": []})["methods"]
-    for name, _, limit in speed:
-        yield Target(
-            f"faster than {name}, SD1.5", limit, _ratio(full, name), "`python -m nox -s bench -- --only full-size`"
-        )
+    for one in _figures(results, "full-size"):
+        with_it = ", checkpointing" if one["checkpointing"] else ""
+        for name, _, limit in speed:
+            what = f"faster than {name}, SD1.5, latents of {one['size']} by {one['size']}{with_it}"
+            yield Target(what, limit, _ratio(one["methods"], name), "`python -m nox -s bench -- --only full-size`")
     for steps in (3, 2, 1):
         flat, tail = _ratio(included, "DanceGRPO, 6 of 9"), _ratio(included, f"TreeGRPO, tail of {steps}")
         value = flat / tail if flat and tail else None

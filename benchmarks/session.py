@@ -217,4 +217,5 @@ MODULES = (
     "treegrpo_core.signals",
     "treegrpo_core.trainer",
     "treegrpo_core.batches",
+    "treegrpo_core.memory",
 )
