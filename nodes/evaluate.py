@@ -15,7 +15,7 @@ from ..treegrpo_core.evaluation import Evaluation, add_evaluation, read_evaluati
 from ..treegrpo_core.policy import Denoiser
 from ..treegrpo_core.rewards import WeightedReward
 from ..treegrpo_core.sampler import sample
-from . import host
+from . import host, inputs
 from .guided import GuidedPolicy
 from .policy import PolicyHandle
 from .reward import decode_latents, score_each
@@ -43,15 +43,8 @@ class Evaluate(io.ComfyNode):
                 ),
                 io.Sigmas.Input("sigmas", tooltip="The noise schedule of ordinary use, ending at 0."),
                 io.Noise.Input("noise", tooltip="RandomNoise: its seed is the same for every evaluation."),
-                io.Latent.Input(
-                    "latent", tooltip="An empty latent of the image size; batch size 1 serves all prompts."
-                ),
-                io.String.Input(
-                    "prompts",
-                    multiline=True,
-                    dynamic_prompts=False,
-                    tooltip="The held-out prompts the guider encodes, one per line: none that is trained on.",
-                ),
+                inputs.latent(),
+                inputs.prompts("The held-out prompts the guider encodes, one per line: none that is trained on."),
                 io.Vae.Input("vae", tooltip="The VAE of the model."),
                 RewardType.Input("reward", tooltip="The rewards; their weights play no part here."),
                 io.Int.Input("every", default=10, min=1, max=10000, tooltip="Updates from one evaluation to the next."),

@@ -21,7 +21,7 @@ from ..treegrpo_core.sampler import Score, check_schedule, grow
 from ..treegrpo_core.signals import step_spread
 from ..treegrpo_core.transition import KERNELS, choose_kernel
 from ..treegrpo_core.tree import Growth, Tree, timed
-from . import host
+from . import host, inputs
 from .guided import GuidedPolicy
 from .policy import PolicyHandle
 from .types import CATEGORY, PlanType, PolicyType, TreeType
@@ -115,15 +115,8 @@ class TreeSampler(io.ComfyNode):
                 io.Noise.Input(
                     "noise", tooltip="RandomNoise: its seed fixes the whole run together with the run's step."
                 ),
-                io.Latent.Input(
-                    "latent", tooltip="An empty latent of the image size; batch size 1 serves all prompts."
-                ),
-                io.String.Input(
-                    "prompts",
-                    multiline=True,
-                    dynamic_prompts=False,
-                    tooltip="The prompts the guider encodes, one per line.",
-                ),
+                inputs.latent(),
+                inputs.prompts(),
                 io.Int.Input(
                     "branching",
                     default=3,
@@ -157,29 +150,9 @@ class TreeSampler(io.ComfyNode):
                     max=1000,
                     tooltip="For 'fixed' and 'shifting': first step of the window, from 0.",
                 ),
-                io.Combo.Input(
-                    "kernel",
-                    options=["auto", *KERNELS],
-                    default="auto",
-                    tooltip="The stochastic step. 'auto': flow_sde for flow models, ancestral for eps and "
-                    "v-prediction.",
-                ),
-                io.Float.Input(
-                    "eta",
-                    default=0.0,
-                    min=0.0,
-                    max=10.0,
-                    step=0.01,
-                    tooltip="Strength of the stochastic steps' noise. 0: the kernel's usual value (flow_sde 0.7, "
-                    "ancestral 1).",
-                ),
-                io.Int.Input(
-                    "max_batch",
-                    default=64,
-                    min=1,
-                    max=4096,
-                    tooltip="Most latents per model forward; lower it to save memory.",
-                ),
+                inputs.kernel(),
+                inputs.eta(),
+                inputs.max_batch(),
                 PlanType.Input("plan", optional=True, tooltip="Replaces branching, depth, window, r and start."),
                 io.Boolean.Input(
                     "store_on_cpu",

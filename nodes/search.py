@@ -10,8 +10,8 @@ from torch import Tensor
 from ..treegrpo_core.plan import tree_plan, with_tail
 from ..treegrpo_core.rewards import WeightedReward
 from ..treegrpo_core.sampler import check_schedule
-from ..treegrpo_core.transition import KERNELS
 from ..treegrpo_core.tree import Tree, by_prompt, taken
+from . import inputs
 from .preview import best_leaves, check_count
 from .reward import decode, decode_latents, rewards_of
 from .sampling import bare_tree, grown, guided_policy, levels_of
@@ -34,15 +34,8 @@ class Search(io.ComfyNode):
                 io.Guider.Input("guider", tooltip="CFGGuider, BasicGuider, ...: on any model, with or without LoRA."),
                 io.Sigmas.Input("sigmas", tooltip="The noise schedule, ending at 0 (BasicScheduler with denoise 1)."),
                 io.Noise.Input("noise", tooltip="RandomNoise: its seed fixes everything that is drawn."),
-                io.Latent.Input(
-                    "latent", tooltip="An empty latent of the image size; batch size 1 serves all prompts."
-                ),
-                io.String.Input(
-                    "prompts",
-                    multiline=True,
-                    dynamic_prompts=False,
-                    tooltip="The prompts the guider encodes, one per line.",
-                ),
+                inputs.latent(),
+                inputs.prompts(),
                 io.Vae.Input("vae", tooltip="The VAE of the model."),
                 RewardType.Input("reward", tooltip="What a good picture is: one reward or a chain of them."),
                 io.Int.Input("branching", default=4, min=1, max=64, tooltip="Children per node in the window (k)."),
@@ -59,22 +52,8 @@ class Search(io.ComfyNode):
                     "0: all go on, and only the finished pictures are scored.",
                 ),
                 io.Int.Input("roots", default=4, min=1, max=1024, tooltip="Independent initial noises per prompt."),
-                io.Combo.Input(
-                    "kernel",
-                    options=["auto", *KERNELS],
-                    default="auto",
-                    tooltip="The stochastic step. 'auto': flow_sde for flow models, ancestral for eps and "
-                    "v-prediction.",
-                ),
-                io.Float.Input(
-                    "eta",
-                    default=0.0,
-                    min=0.0,
-                    max=10.0,
-                    step=0.01,
-                    tooltip="Strength of the stochastic steps' noise. 0: the kernel's usual value (flow_sde 0.7, "
-                    "ancestral 1).",
-                ),
+                inputs.kernel(),
+                inputs.eta(),
                 io.Int.Input(
                     "tail_steps",
                     default=0,
@@ -83,13 +62,7 @@ class Search(io.ComfyNode):
                     tooltip="Steps after the window, taken by DPM-Solver++ 2M. 0: every step of the schedule, by "
                     "Euler.",
                 ),
-                io.Int.Input(
-                    "max_batch",
-                    default=64,
-                    min=1,
-                    max=4096,
-                    tooltip="Most latents per model forward; lower it to save memory.",
-                ),
+                inputs.max_batch(),
                 io.Int.Input("count", default=1, min=1, max=4096, tooltip="Pictures per prompt that come out."),
             ],
             outputs=[

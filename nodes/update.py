@@ -14,7 +14,7 @@ from ..treegrpo_core.run import Run
 from ..treegrpo_core.signals import warnings
 from ..treegrpo_core.trainer import NOISE_MARGIN, UpdateSettings
 from ..treegrpo_core.tree import Tree
-from . import host
+from . import host, inputs
 from .guided import outside_inference_mode
 from .policy import PolicyHandle
 from .types import CATEGORY, LoraModelType, LossMapType, PolicyType, TreeType
@@ -96,13 +96,7 @@ class LoRAUpdate(io.ComfyNode):
                     tooltip="Weight of the KL divergence to the base model. Keeps the style; 0 spends no time on it.",
                 ),
                 io.Int.Input("passes", default=1, min=1, max=100, tooltip="Optimizer steps on the same trees."),
-                io.Int.Input(
-                    "max_batch",
-                    default=64,
-                    min=1,
-                    max=4096,
-                    tooltip="Most latents per forward with gradient; lower it to save memory.",
-                ),
+                inputs.max_batch("Most latents per forward with gradient; lower it to save memory."),
                 io.Float.Input(
                     "max_grad_norm",
                     default=1.0,
