@@ -223,3 +223,12 @@ def test_a_schedule_must_end_at_0(comfy, graph):
     split = graph.add("SplitSigmas", sigmas=nodes.sigmas[0], step=5)
     with pytest.raises(ExecutionError, match="the schedule must end at 0"):
         comfy.run(nodes.set("search", sigmas=split[0]).graph)
+
+
+def test_a_reward_without_weight_is_not_even_asked(comfy, graph):
+    """Nobody listens at this address; a search that asked would fail."""
+    nodes = searching(graph)
+    silent = graph.add("TreeGRPORewardModel", name="remote", weight=0.0, source="http://127.0.0.1:9/score")
+    nodes.set("reward", previous=silent[0])
+    pictures, _ = found(comfy, nodes)
+    assert len(pictures) == 2

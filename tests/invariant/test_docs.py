@@ -51,7 +51,7 @@ def schemas() -> list[Schema]:
         for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "Schema":
                 given = keywords(call)
-                inputs = [ast.literal_eval(each.args[0]) for each in calls(given["inputs"])]
+                inputs = [input_name(each) for each in calls(given["inputs"])]
                 outputs = [ast.literal_eval(keywords(each)["display_name"]) for each in calls(given["outputs"])]
                 names = ast.literal_eval(given["node_id"]), ast.literal_eval(given["display_name"])
                 found.append(Schema(*names, tuple(inputs), tuple(outputs)))
@@ -62,6 +62,14 @@ def calls(listed: ast.expr) -> list[ast.Call]:
     assert isinstance(listed, ast.List)
     assert all(isinstance(each, ast.Call) for each in listed.elts), "inputs and outputs are written out one by one"
     return [each for each in listed.elts if isinstance(each, ast.Call)]
+
+
+def input_name(call: ast.Call) -> str:
+    """The name of an input that is written out, or of one from nodes/inputs.py, whose functions are named like it."""
+    function = call.func
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "inputs":
+        return function.attr
+    return str(ast.literal_eval(call.args[0]))
 
 
 def section(page: str, title: str) -> str:
