@@ -17,11 +17,13 @@ import comfy.samplers
 import torch
 from torch import Tensor, nn
 
-from ..treegrpo_core.differentiable import Differentiable
+from ..treegrpo_core.differentiable import Differentiable, make_ordinary, ordinary
+from ..treegrpo_core.frozen import frozen
 from ..treegrpo_core.memory import gradient_checkpointing
 from ..treegrpo_core.policy import Denoiser
 from ..treegrpo_core.run import Run
 from ..treegrpo_core.transition import Prediction
+from . import host
 
 T = TypeVar("T")
 log = logging.getLogger("treegrpo")
@@ -47,38 +49,32 @@ def outside_inference_mode() -> Iterator[None]:
             comfy.model_management.in_training = before
 
 
-def make_differentiable(module: nn.Module) -> None:
-    """Replace inference tensors among a module's weights by ordinary ones with the same values, one at a time."""
-    for part in module.modules():
-        for name, parameter in list(part._parameters.items()):
-            if parameter is not None and parameter.is_inference():
-                part._parameters[name] = nn.Parameter(parameter.clone(), requires_grad=False)
-        for name, buffer in list(part._buffers.items()):
-            if buffer is not None and buffer.is_inference():
-                part._buffers[name] = buffer.clone()
-
-
 def detached(value: Any) -> Any:
     """Conditioning with every tensor an ordinary one, fit to appear in a gradient's graph."""
-    if isinstance(value, torch.Tensor):
-        return value.clone() if value.is_inference() else value
     if isinstance(value, dict):
         return {key: detached(item) for key, item in value.items()}
     if isinstance(value, list):
         return [detached(item) for item in value]
     if isinstance(getattr(value, "cond", None), torch.Tensor):
         value = copy.copy(value)
-        value.cond = detached(value.cond)
-    return value
+        value.cond = ordinary(value.cond)
+    return ordinary(value)
 
 
 class _Session(comfy.samplers.Sampler):
     """Our way in: ComfyUI loads the model, prepares conditioning and calls :meth:`sample` with the guided denoiser."""
 
     def __init__(
-        self, work: Callable[[Denoiser, Any, Tensor], Any], *, train: bool, checkpointing: bool, copying: bool
+        self,
+        work: Callable[[Denoiser, Any, Tensor], Any],
+        *,
+        trained: list[nn.Parameter] | None,
+        checkpointing: bool,
+        copying: bool,
     ) -> None:
-        self.work, self.train, self.checkpointing, self.copying, self.result = work, train, checkpointing, copying, None
+        """``trained``: the weights that gradients are taken to; None: there are none."""
+        self.work, self.trained, self.checkpointing, self.copying = work, trained, checkpointing, copying
+        self.result: Any = None
 
     def sample(  # type: ignore[no-untyped-def]
         self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, disable_pbar=False
@@ -88,13 +84,15 @@ class _Session(comfy.samplers.Sampler):
             return model_wrap(x, torch.full((len(x),), sigma, device=x.device), **extra_args)
 
         with contextlib.ExitStack() as stack:
+            module = model_wrap.inner_model.diffusion_model
             stack.enter_context(outside_inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self.train))
-            if self.train:
-                make_differentiable(model_wrap.inner_model.diffusion_model)
+            stack.enter_context(torch.set_grad_enabled(self.trained is not None))
+            if self.trained is not None:
+                make_ordinary(module)
                 model_wrap.conds = detached(model_wrap.conds)
+                stack.enter_context(frozen(module, self.trained, host.weights_pass_through))
             if self.checkpointing:
-                stack.enter_context(gradient_checkpointing(model_wrap.inner_model.diffusion_model))
+                stack.enter_context(gradient_checkpointing(module))
             if self.copying:
                 stack.enter_context(Differentiable())
             latent = torch.zeros_like(noise) if latent_image is None else latent_image.clone()
@@ -124,7 +122,7 @@ class GuidedPolicy:
         """Like :meth:`use`, with the model's sampling object and the latent image as the denoiser sees it.
 
         A model that turns out to change tensors in place, which a backward cannot take, is run again with copies. That
-        shows at its first backward, before ``work`` has done anything.
+        can show at any backward, so ``work`` must leave nothing behind when it fails.
         """
 
         def session_work(denoise: Denoiser, sampling: Any, latent: Tensor) -> T:
@@ -133,7 +131,10 @@ class GuidedPolicy:
             return work(denoise, sampling, latent)
 
         model = self.guider.model_patcher.model
-        session = _Session(session_work, train=train, checkpointing=checkpointing, copying=train and model in _COPYING)
+        trained = self.run.adapter.parameters() if train and self.run else None
+        session = _Session(
+            session_work, trained=trained, checkpointing=checkpointing, copying=train and model in _COPYING
+        )
         try:
             return self._run(session)
         except RuntimeError as error:

@@ -24,6 +24,7 @@ import folder_paths
 import torch
 from torch import Tensor, nn
 
+from ..treegrpo_core import frozen
 from ..treegrpo_core.adapter import Adapter
 from ..treegrpo_core.architectures import Architecture, architecture_of
 from ..treegrpo_core.plan import derive_seed
@@ -210,6 +211,13 @@ def with_adapter(patcher: Any, adapter: Adapter) -> Any:
 def adapter_of(patcher: Any) -> Adapter | None:
     """The adapter that :func:`with_adapter` gave to this patcher or the one it was cloned from."""
     return patcher.attachments.get(INJECTION)
+
+
+def weights_pass_through(layer: torch.nn.Module, x: Tensor) -> bool:
+    """Whether core fetches the layer's weights anew for each call: streamed, cast, patched on the way or unpacked."""
+    functions = getattr(layer, "weight_function", None) or getattr(layer, "bias_function", None)
+    # _v: its place in DynamicVRAM, whose memory another layer may be given at any time
+    return bool(functions) or hasattr(layer, "_v") or frozen.weights_pass_through(layer, x)
 
 
 def free_memory(patcher: Any) -> int:

@@ -7,6 +7,8 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,13 +37,13 @@ def target_pattern(targets: str, architecture: Architecture = OTHER) -> str:
     return presets.get(targets, targets)
 
 
-def target_layers(module: nn.Module, targets: str, architecture: Architecture = OTHER) -> dict[str, nn.Linear]:
+def target_layers(module: nn.Module, targets: str, architecture: Architecture = OTHER) -> dict[str, Any]:
     """The linear layers of ``module`` whose full name matches the preset or regular expression ``targets``.
 
     Raises ValueError with the nearest layer names if none does, and for models whose layers keep their weights packed
     in a form that no adapter can be put on.
     """
-    linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+    linear = {name: layer for name, layer in module.named_modules() if _is_linear(layer)}
     _refuse_packed(module)
     try:
         pattern = re.compile(target_pattern(targets, architecture))
@@ -52,6 +54,32 @@ def target_layers(module: nn.Module, targets: str, architecture: Architecture = 
         near = difflib.get_close_matches(targets, linear, n=5, cutoff=0.0)
         raise ValueError(f"targets {targets!r} match none of the model's {len(linear)} linear layers; near: {near}")
     return chosen
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    """A linear layer, also one whose weights are quantized and that is no torch.nn.Linear therefore."""
+    quantized = hasattr(layer, "weight") and hasattr(layer, "in_features") and hasattr(layer, "out_features")
+    return isinstance(layer, nn.Linear) or (quantized and not any(True for _ in layer.children()))
+
+
+def _stand_in(layer: Any, kind: str) -> nn.Linear:
+    """What peft builds an adapter on: a linear layer of the same size whose weights take no memory."""
+    stand_in = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+    if kind == "dora":  # its magnitudes start from the weights
+        weight = layer.weight.detach().float().cpu()
+    else:
+        weight = torch.zeros(()).expand(layer.out_features, layer.in_features)
+    stand_in.weight = nn.Parameter(weight, requires_grad=False)
+    return stand_in
+
+
+def _beside_the_adapter(layer: Any) -> Any:
+    """The base layer of peft's DoRA, which computes with its weights: these, on the adapter's device."""
+    base, device = layer.base_layer, layer.lora_A["default"].weight.device
+    if base.weight.device == device:
+        return base
+    bias = None if base.bias is None else base.bias.to(device)
+    return SimpleNamespace(weight=base.weight.to(device), bias=bias)
 
 
 def _refuse_packed(module: nn.Module) -> None:
@@ -96,18 +124,18 @@ class Adapter:
             raise ValueError(f"alpha is {alpha}; it must be a positive number")
         self.rank, self.alpha, self.kind, self.architecture = rank, alpha, kind, architecture
         bases = target_layers(module, targets, architecture)
-        # peft works on a shell that holds only the target layers, so it leaves no trace in the host's module.
-        shell = nn.ModuleDict({name.replace(".", "/"): layer for name, layer in bases.items()})
-        flags = {parameter: parameter.requires_grad for parameter in shell.parameters()}
+        # peft wraps stand-ins, so it leaves no trace in the host's module, and any layer may take their place.
+        self._outside = {name: _stand_in(layer, kind) for name, layer in bases.items()}
+        shell = nn.ModuleDict({name.replace(".", "/"): layer for name, layer in self._outside.items()})
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             inject_adapter_in_model(_peft_config(kind, rank, alpha, list(shell)), shell)
-        for parameter, flag in flags.items():
-            with torch.inference_mode(parameter.is_inference()):
-                parameter.requires_grad_(flag)
         # peft's layer, by the name of the layer it wraps.
         self.layers: dict[str, Any] = {name: shell[name.replace(".", "/")] for name in bases}
-
+        if kind == "dora":
+            for name, layer in self.layers.items():
+                layer.base_layer, self._outside[name] = bases[name], _stand_in(bases[name], "lora")
+                layer.get_base_layer = partial(_beside_the_adapter, layer)
         # Listed once: peft's layers are walked slowly, and an update asks often.
         self._parameters = {
             f"{name}.{part.replace('.default', '')}": parameter
@@ -115,9 +143,6 @@ class Adapter:
             for part, parameter in layer.named_parameters()
             if not part.startswith("base_layer.")
         }
-        # peft takes the dtype of the base weights; half precision would round updates away.
-        for parameter in self.parameters():
-            parameter.data = parameter.data.float()
 
     @property
     def scale(self) -> float:
@@ -130,21 +155,22 @@ class Adapter:
             parent, place, current = _find(module, name)
             if current is layer:
                 continue
-            if current is not layer.base_layer:
-                if current.weight.shape != layer.weight.shape:
-                    raise ValueError(
-                        f"layer {name} has shape {tuple(current.weight.shape)}, the adapter was built for "
-                        f"{tuple(layer.weight.shape)}: this is another model"
-                    )
-                layer.base_layer = current
+            wanted = (self._outside[name].out_features, self._outside[name].in_features)
+            if (found := (current.out_features, current.in_features)) != wanted:
+                raise ValueError(
+                    f"layer {name} has shape {found}, the adapter was built for {wanted}: this is another model"
+                )
+            layer.base_layer = current
             setattr(parent, place, layer)
 
     def take_out(self, module: nn.Module) -> None:
-        """Give ``module`` its own layers back."""
+        """Give ``module`` its own layers back, and keep none of them, but for dora, whose files need their weights."""
         for name, layer in self.layers.items():
             parent, place, current = _find(module, name)
             if current is layer:
                 setattr(parent, place, layer.base_layer)
+                if self.kind != "dora":
+                    layer.base_layer = self._outside[name]
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,8 +19,67 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-_PLAIN = (Tensor, nn.Parameter)
+PLAIN = (Tensor, nn.Parameter)
 """Types of tensors with memory of their own; quantized weights are of others."""
+
+
+def ordinary(value: Any) -> Any:
+    """The value with every inference tensor in it, also in lists, replaced by an ordinary one in the same memory.
+
+    A gradient may pass by an ordinary tensor, and none is taken to it.
+    """
+    if isinstance(value, Tensor):
+        return _alias(value) if value.is_inference() else value
+    if type(value) in (list, tuple):
+        return type(value)([ordinary(item) for item in value])
+    return value
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    if type(tensor) not in PLAIN:
+        return tensor.detach().clone()
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def make_ordinary(module: nn.Module) -> None:
+    """Replace the inference tensors among a module's weights as :func:`ordinary` does.
+
+    Nothing is copied, and what a host has noted on a weight stays on it. Packed weights are left alone.
+    """
+    for part in module.modules():
+        for name, parameter in list(part._parameters.items()):
+            if type(parameter) in PLAIN and parameter.is_inference():
+                part._parameters[name] = nn.Parameter(ordinary(parameter), requires_grad=False)
+                part._parameters[name].__dict__.update(parameter.__dict__)
+        for name, buffer in list(part._buffers.items()):
+            if type(buffer) in PLAIN:
+                part._buffers[name] = ordinary(buffer)
+
+
+@contextmanager
+def replaced_forward(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, these modules compute by these functions; afterwards as before, also if they had one of their own."""
+    before = {module: vars(module).get("forward") for module in forwards}
+    try:
+        for module, forward in forwards.items():
+            module.forward = forward
+        yield
+    finally:
+        for module, forward in before.items():
+            if forward is None:
+                vars(module).pop("forward", None)
+            else:
+                module.forward = forward
+
+
+class Constants(TorchFunctionMode):
+    """Inside, inference tensors may be computed with wherever a gradient passes, as constants."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*map(ordinary, args), **{key: ordinary(value) for key, value in (kwargs or {}).items()})
 
 
 class _Saved:
@@ -33,7 +92,7 @@ class _Saved:
 class Differentiable(TorchFunctionMode):
     """Inside, tensors that autograd has saved are copied before they are changed in place.
 
-    Inference tensors are copied before they are used, and count as constants.
+    Inference tensors count as constants.
 
     Forward and backward pass both belong inside. A change that goes unseen, since no call from Python made it, is an
     error at the backward pass, as it always is.
@@ -55,7 +114,7 @@ class Differentiable(TorchFunctionMode):
         self._saved.clear()
 
     def _pack(self, tensor: Tensor) -> _Saved | Tensor:
-        if type(tensor) not in _PLAIN:
+        if type(tensor) not in PLAIN:
             return tensor
         saved = _Saved(tensor)
         self._saved[tensor.untyped_storage().data_ptr()].add(saved)
@@ -77,8 +136,8 @@ class Differentiable(TorchFunctionMode):
         if target is not None:
             self._copy(target)
         if torch.is_grad_enabled():
-            args = tuple([value if value is target else _ordinary(value) for value in args])
-            kwargs = {key: _ordinary(value) for key, value in kwargs.items()}
+            args = tuple([value if value is target else ordinary(value) for value in args])
+            kwargs = {key: ordinary(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
     def _copy(self, target: Tensor) -> None:
@@ -90,18 +149,11 @@ class Differentiable(TorchFunctionMode):
 
 def _changed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The tensor that this call changes in place; None if there is none."""
+    if type(kwargs.get("out")) in PLAIN:
+        return kwargs["out"]
     name = getattr(func, "__name__", "")
     in_place = name == "__setitem__" or (name[-1:] == "_" and name[-2:] != "__") or kwargs.get("inplace")
-    return args[0] if in_place and args and type(args[0]) in _PLAIN else None
-
-
-def _ordinary(value: Any) -> Any:
-    """The value with every inference tensor replaced by an ordinary one, without gradient."""
-    if isinstance(value, Tensor):
-        return value.detach().clone() if value.is_inference() else value
-    if type(value) in (list, tuple):
-        return type(value)([_ordinary(item) for item in value])
-    return value
+    return args[0] if in_place and args and type(args[0]) in PLAIN else None
 
 
 def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:

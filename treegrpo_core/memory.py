@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .adapter import Adapter
-from .differentiable import checkpointed
+from .differentiable import checkpointed, replaced_forward
 from .plan import Plan
 
 
@@ -34,14 +34,8 @@ def blocks(module: nn.Module) -> list[nn.Module]:
 @contextmanager
 def gradient_checkpointing(module: nn.Module) -> Iterator[None]:
     """Inside, blocks keep only their inputs for the backward and are computed again there."""
-    wrapped = [block for block in blocks(module) if "forward" not in vars(block)]
-    for block in wrapped:
-        block.forward = checkpointed(block.forward)
-    try:
+    with replaced_forward({block: checkpointed(block.forward) for block in blocks(module)}):
         yield
-    finally:
-        for block in wrapped:
-            del block.forward
 
 
 @dataclass(frozen=True)
@@ -83,6 +77,7 @@ def measure_activations(module: nn.Module, forward: Callable[[], Any]) -> Activa
             stack.callback(block.register_forward_hook(leave).remove)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
         stack.enter_context(torch.enable_grad())
+        stack.callback(alive.clear)  # the hooks live on in a cycle that Python cannot see
         forward()
     inner = [size for block, size in kept.items() if block is not None]
     return Activations(sum(kept.values()), kept[None] + inputs + max(inner, default=0))

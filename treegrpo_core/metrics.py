@@ -33,6 +33,13 @@ class Tally:
     parents: int = 0
     grad_norm: float = 0.0
 
+    def add(self, other: Tally) -> None:
+        """Add the sums over other edges and parents."""
+        largest = {"clip", "max_log_ratio", "max_noise"}
+        for name, value in vars(other).items():
+            own = getattr(self, name)
+            setattr(self, name, max(own, value) if name in largest else own + value)
+
     def add_ratios(self, log_ratio: Tensor, low: float, high: float) -> None:
         """Count edges by what the policy now makes of them: log_ratio (E,), limits 1 - low and 1 + high."""
         self.edges += len(log_ratio)

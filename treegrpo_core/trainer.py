@@ -7,12 +7,12 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from .adapter import Adapter
 from .batches import MicroBatches
@@ -175,6 +175,26 @@ def _to_train(tree: Tree) -> Iterator[tuple[Level, Tensor, Tensor | None]]:
             yield level, advantage, parents
 
 
+@dataclass(frozen=True)
+class _Session:
+    """One use of the policy for one tree. All it finds is here, so that a policy may begin it again from nothing."""
+
+    denoise: Denoiser
+    tree: Tree
+    fresh: bool
+    noise: float
+    gradients: list[Tensor]
+    tally: Tally = field(default_factory=Tally)
+
+    def add_gradient(self, loss: Tensor, parameters: list[nn.Parameter]) -> None:
+        """All or nothing, unlike ``backward``: running out of memory midway must not leave half a gradient."""
+        for total, gradient in zip(
+            self.gradients, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True
+        ):
+            if gradient is not None:
+                total += gradient
+
+
 class _Pass:
     """The gradient of the objective over all trees, as often as it is asked for."""
 
@@ -195,49 +215,52 @@ class _Pass:
 
     def gradient(self, *, first: bool, noise: float) -> Tally:
         """Leave the gradient in the adapter's parameters and return the pass's sums."""
-        tally = Tally()
-        for parameter in self.parameters:
-            parameter.grad = torch.zeros_like(parameter)
+        tally, total = Tally(), [torch.zeros_like(parameter) for parameter in self.parameters]
         for tree, levels in zip(self.trees, self.edges, strict=True):
             fresh = first and tree.iteration == self.iteration
 
-            def work(denoise: Denoiser, tree: Tree = tree, levels: list[_Edges] = levels, fresh: bool = fresh) -> None:
+            def work(
+                denoise: Denoiser, tree: Tree = tree, levels: list[_Edges] = levels, fresh: bool = fresh
+            ) -> _Session:
                 if self.settings.kl > 0:  # once, not for every micro-batch; only here the adapter is on the device
                     device = self.parameters[0].device
                     self.average = {name: value.to(device) for name, value in self.average.items()}
+                session = _Session(denoise, tree, fresh, noise, [torch.zeros_like(one) for one in self.parameters])
                 for edges in levels:
-                    self._level(denoise, tree, edges, fresh, noise, tally)
+                    self._level(session, edges)
+                return session
 
-            tree.policy.use(work, train=True, checkpointing=self.settings.gradient_checkpointing)
+            session = tree.policy.use(work, train=True, checkpointing=self.settings.gradient_checkpointing)
+            tally.add(session.tally)
+            total = [before.to(found) + found for before, found in zip(total, session.gradients, strict=True)]
             if fresh:
                 _check_replay(tally)
-        for parameter in self.parameters:
-            assert parameter.grad is not None
-            parameter.grad.div_(self.shares.scale)
+        for parameter, gradient in zip(self.parameters, total, strict=True):
+            parameter.grad = gradient.to(parameter.device) / self.shares.scale
         return tally
 
-    def _level(self, denoise: Denoiser, tree: Tree, edges: _Edges, fresh: bool, noise: float, tally: Tally) -> None:
+    def _level(self, session: _Session, edges: _Edges) -> None:
         """Add the gradient of one level, micro-batch by micro-batch; of a fresh tree, remember the replay."""
         level, k, device = edges.level, edges.level.branching, self.parameters[0].device
+        denoise, tree, fresh, tally = session.denoise, session.tree, session.fresh, session.tally
 
         def work(nodes: slice) -> None:
             parents, children = level.parents[nodes].to(device), slice(nodes.start * k, nodes.stop * k)
             x = parents.flatten(0, 1)
             denoised = denoise(x, tree.sigmas[level.step])
             now = _scores(tree, level, parents, denoised, level.children[children].to(device))
-            rollout = edges.log_prob[children].flatten().to(device)
-            before = now.log_prob.detach() if fresh else rollout
+            before = now.log_prob.detach() if fresh else edges.log_prob[children].flatten().to(device)
             if fresh and edges.mean is not None:
                 edges.mean[nodes] = now.mean.detach().view(-1, *parents.shape[1:])[::k]
-            surrogate, log_ratio, limits = self._surrogate(tree, edges, nodes, now, before, noise)
+            surrogate, log_ratio, limits = self._surrogate(tree, edges, nodes, now, before, session.noise)
             loss, divergence = surrogate * self.shares.edge, 0.0
             if self.settings.kl > 0:
                 kl = self._divergence(denoise, tree, level, x, denoised).sum()
                 loss, divergence = loss + self.settings.kl * kl * self.shares.parent, float(kl.detach())
-            self._add_gradient(loss * self.shares.scale)
+            session.add_gradient(loss * self.shares.scale, self.parameters)
 
             if fresh:
-                tally.add_noise(before - rollout)
+                tally.add_noise(before - level.log_prob[children].flatten().to(device))
                 edges.log_prob[children] = before.view_as(edges.log_prob[children])
             tally.add_ratios(log_ratio.detach(), *limits)
             tally.parents += len(x)
@@ -263,14 +286,6 @@ class _Pass:
         advantage = advantage.clamp(-settings.advantage_clip, settings.advantage_clip)
         loss = clipped_surrogate(log_ratio, torch.zeros_like(log_ratio), advantage, low, high).sum()
         return loss * weight, log_ratio, (low, high)
-
-    def _add_gradient(self, loss: Tensor) -> None:
-        """All or nothing, unlike ``backward``: running out of memory midway must not leave half a gradient."""
-        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            if gradient is not None:
-                assert parameter.grad is not None
-                parameter.grad += gradient
 
     def _reference(self) -> AbstractContextManager[None]:
         base = self.settings.kl_reference == "base"

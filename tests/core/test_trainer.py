@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from pydantic import ValidationError
-from toy import SIGMAS, grow_toy, toy_run, with_rewards
+from toy import SIGMAS, ToyPolicy, grow_toy, toy_run, with_rewards
 
 from treegrpo_core.objective import clipped_surrogate, gaussian_kl, normalised_log_ratio
 from treegrpo_core.plan import Plan, dance_grpo_plan, flow_grpo_plan, tree_plan
@@ -372,3 +372,33 @@ def test_the_scale_of_a_reward_plays_no_part_beside_another(tmp_path):
         run.update([tree.scored(rewards).with_advantages()], SETTINGS)
         states.append(run.adapter.state_dict())
     assert all(torch.allclose(states[0][key], states[1][key], rtol=1e-4) for key in states[0])
+
+
+def test_a_session_that_is_begun_again_leaves_nothing_of_the_first(tmp_path):
+    """A host finds only at a later level that it must compute in another way, and calls the work again."""
+
+    class Repeating(ToyPolicy):
+        def use(self, work, *, train, checkpointing=False):
+            if not train:
+                return super().use(work, train=train)
+            counted = self.rows + 9
+
+            def fails(x, sigma):
+                if self.rows > counted:
+                    raise RuntimeError("changed in place")
+                return self.model(x, sigma)
+
+            self.denoiser = fails
+            with pytest.raises(RuntimeError, match="changed in place"):
+                super().use(work, train=True)
+            self.denoiser = None
+            return super().use(work, train=True)
+
+    results = []
+    for kind in (ToyPolicy, Repeating):
+        run, policy = toy_run(tmp_path, kind.__name__)
+        tree = with_rewards(grow_toy(kind(run, policy.model)))
+        metrics = run.update([tree], UpdateSettings(kl=0.1, ratio_norm=True, passes=2))
+        results.append((metrics.model_copy(update={"seconds": 0.0, "stages": {}}), run.adapter.state_dict()))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(value, results[1][1][name]) for name, value in results[0][1].items())

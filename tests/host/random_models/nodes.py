@@ -11,6 +11,7 @@ import comfy.controlnet
 import comfy.model_management
 import comfy.ops
 import comfy.sd
+import numpy as np
 import torch
 from comfy_api.latest import ComfyExtension, io
 from torch import nn
@@ -226,6 +227,59 @@ class TestLora(io.ComfyNode):
         return io.NodeOutput(patched)
 
 
+class OneBuffer:
+    """Copies a weight to where the one before it was, as a host that streams weights through a buffer does."""
+
+    def __init__(self) -> None:
+        self.memory = np.empty(0, np.uint8)
+
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+        if self.memory.size < weight.nbytes:
+            self.memory = np.empty(weight.nbytes, np.uint8)
+        place = self.memory[: weight.nbytes]
+        place[:] = weight.detach().contiguous().flatten().view(torch.uint8).numpy()  # behind autograd's back
+        return torch.from_numpy(place).view(weight.dtype).view(weight.shape)
+
+
+class TestStreamed(io.ComfyNode):
+    """The model with this share of its layers streamed through one buffer, by core's own door for changed weights."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(cls, [io.Model.Input("model"), io.Float.Input("share")], [io.Model.Output()])
+
+    @classmethod
+    def execute(cls, model: Any, share: float) -> io.NodeOutput:
+        clone, buffer = model.clone(), OneBuffer()
+        layers = [name for name, part in clone.model.named_modules() if hasattr(part, "comfy_cast_weights")]
+        layers = [name for name in layers if getattr(clone.model.get_submodule(name), "weight", None) is not None]
+        for index, name in enumerate(layers):
+            if (index + 1) * share % 1 < share:  # spread evenly
+                clone.add_weight_wrapper(f"{name}.weight", buffer)
+        return io.NodeOutput(clone)
+
+
+class TestLateInPlace(io.ComfyNode):
+    """A patch that changes a tensor in place, which a backward needs, below a noise level."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(cls, [io.Model.Input("model"), io.Float.Input("below")], [io.Model.Output()])
+
+    @classmethod
+    def execute(cls, model: Any, below: float) -> io.NodeOutput:
+        def patch(arguments: dict[str, Any]) -> torch.Tensor:
+            denoised = arguments["denoised"]
+            square = denoised * denoised
+            if float(arguments["sigma"].max()) < below:
+                return (square + denoised).sub_(denoised.mul_(0.5)).sub_(square)  # denoised is part of the graph
+            return square + denoised - denoised * 0.5 - square
+
+        clone = model.clone()
+        clone.set_model_sampler_post_cfg_function(patch)
+        return io.NodeOutput(clone)
+
+
 class Extension(ComfyExtension):
     """All nodes of the pack."""
 
@@ -242,4 +296,6 @@ class Extension(ComfyExtension):
             TestControlNet,
             TestAttentionPatch,
             TestLora,
+            TestStreamed,
+            TestLateInPlace,
         ]
