@@ -91,7 +91,7 @@ def rows(one: FullSize, batches: Sequence[int] = BATCHES, *, checkpointing: bool
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
-            one.parts["nodes.guided"].make_differentiable(model.diffusion_model)
+            one.parts["treegrpo_core.differentiable"].make_ordinary(model.diffusion_model)
             if checkpointing:
                 stack.enter_context(one.parts["treegrpo_core.memory"].gradient_checkpointing(model.diffusion_model))
             for count in (batches[0], *batches):  # the first one warms up

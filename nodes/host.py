@@ -187,7 +187,7 @@ def with_adapter(patcher: Any, adapter: Adapter) -> Any:
             "continue from "
             "another run export its LoRA and choose it in start_from"
         )
-    clone = patcher.clone()
+    clone = _resident(patcher)
 
     def put_in(owner: Any) -> None:
         with torch.inference_mode(False):
@@ -206,6 +206,24 @@ def with_adapter(patcher: Any, adapter: Adapter) -> Any:
     clone.add_callback(comfy.patcher_extension.CallbacksMP.ON_CLEANUP, lambda owner: owner.eject_model())
     clone.attachments[INJECTION] = adapter
     return clone
+
+
+def _resident(patcher: Any) -> Any:
+    """A clone whose weights stay on the device, also where newer cores stream those of every model.
+
+    Streamed weights are fetched once more for the backward. They are streamed all the same if the device does not hold
+    the model and half as much again for latents and the backward, if no file of core's loaders stands behind it, and if
+    the file's weights are of another type than core computes with, to which it casts only streamed ones.
+    """
+    if not (hasattr(patcher, "is_dynamic") and patcher.is_dynamic()) or patcher.cached_patcher_init is None:
+        return patcher.clone()
+    fits = 1.5 * patcher.model_size() <= comfy.model_management.get_total_memory(patcher.load_device)
+    cast = any(
+        getattr(part, f"{name}_comfy_model_dtype", None) not in (None, weight.dtype)
+        for part in patcher.model.modules()
+        for name, weight in part.named_parameters(recurse=False)
+    )
+    return patcher.clone() if cast or not fits else patcher.get_non_dynamic_delegate()
 
 
 def adapter_of(patcher: Any) -> Adapter | None:

@@ -49,9 +49,10 @@ def make_ordinary(module: nn.Module) -> None:
     """
     for part in module.modules():
         for name, parameter in list(part._parameters.items()):
-            if type(parameter) in PLAIN and parameter.is_inference():
-                part._parameters[name] = nn.Parameter(ordinary(parameter), requires_grad=False)
-                part._parameters[name].__dict__.update(parameter.__dict__)
+            if parameter is not None and type(parameter) in PLAIN and parameter.is_inference():
+                alias = nn.Parameter(ordinary(parameter), requires_grad=False)
+                alias.__dict__.update(parameter.__dict__)
+                part._parameters[name] = alias
         for name, buffer in list(part._buffers.items()):
             if type(buffer) in PLAIN:
                 part._buffers[name] = ordinary(buffer)
@@ -60,17 +61,16 @@ def make_ordinary(module: nn.Module) -> None:
 @contextmanager
 def replaced_forward(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Inside, these modules compute by these functions; afterwards as before, also if they had one of their own."""
-    before = {module: vars(module).get("forward") for module in forwards}
+    before = {module: vars(module)["forward"] for module in forwards if "forward" in vars(module)}
     try:
         for module, forward in forwards.items():
             module.forward = forward
         yield
     finally:
+        for module in forwards:
+            vars(module).pop("forward", None)
         for module, forward in before.items():
-            if forward is None:
-                vars(module).pop("forward", None)
-            else:
-                module.forward = forward
+            module.forward = forward
 
 
 class Constants(TorchFunctionMode):

@@ -21,7 +21,7 @@ SUMS_IN_ANOTHER_ORDER = ("Z-Image", "Lumina 2")
 
 
 def trained(comfy, run_name, build):
-    """What the run that ``build(graph, run_name)`` makes has on disk after one Queue: its state and its last metrics."""
+    """State and first metrics, after one Queue, of the run whose graph ``build(graph, run_name)`` makes."""
     graph = Graph()
     build(graph, run_name)
     comfy.run(graph)
