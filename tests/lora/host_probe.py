@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ sys.argv = [sys.argv[0], "--cpu"]
 import comfy.options  # noqa: E402
 
 comfy.options.enable_args_parsing()
+import comfy.ldm.flux.model  # noqa: E402
 import comfy.lora  # noqa: E402
 import comfy.supported_models as supported  # noqa: E402
 import comfy.utils  # noqa: E402
@@ -39,6 +41,8 @@ FLUX: dict[str, Any] = {
     "num_heads": 2, "axes_dim": [8, 12, 12], "mlp_ratio": 4.0, "depth": 2, "depth_single_blocks": 2, "theta": 10000,
     "qkv_bias": True, "guidance_embed": True,
 }  # fmt: skip
+WORD_AXES = {"Flux": [], "Flux 2": [3]}
+"""Which of Flux's position axes count the words of a text: newer cores ask, 0.3.75 knows no such setting."""
 NEXT_DIT: dict[str, Any] = {
     "image_model": "lumina2", "patch_size": 2, "in_channels": 16, "n_layers": 2, "n_refiner_layers": 1, "qk_norm": True,
     "cap_feat_dim": 48, "axes_lens": [32, 32, 32],
@@ -109,6 +113,9 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
+if "txt_ids_dims" in {setting.name for setting in fields(comfy.ldm.flux.model.FluxParams)}:
+    for family, axes in WORD_AXES.items():
+        FAMILIES[family][1]["txt_ids_dims"] = axes
 
 
 def built(kind: type, settings: dict[str, Any]) -> Any:
