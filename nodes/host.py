@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -146,37 +145,6 @@ def has_weight_patches(patcher: Any) -> bool:
     return any(name.startswith("diffusion_model.") for name in patcher.patches)
 
 
-def fingerprint(patcher: Any) -> str:
-    """Identity of a model's weights and patches: names, shapes and 64 values of every tensor, hashed."""
-    digest = hashlib.sha256()
-    for name, entries in sorted(patcher.get_key_patches("diffusion_model.").items()):
-        weight = entries[0][0]
-        digest.update(f"{name} {tuple(weight.shape)}".encode())
-        digest.update(_sample(weight))
-        for patch in entries[1:]:
-            digest.update(f"{patch[0]} {patch[2]}".encode())
-            for tensor in _tensors(patch[1]):
-                digest.update(_sample(tensor))
-    return digest.hexdigest()[:32]
-
-
-def _sample(tensor: Tensor) -> bytes:
-    """At most 64 values spread over a tensor."""
-    flat = tensor.detach().flatten()
-    return flat[:: max(1, flat.numel() // 64)][:64].float().cpu().numpy().tobytes()
-
-
-def _tensors(patch: Any) -> Iterator[Tensor]:
-    """The tensors of a weight patch: bare, in tuples, or in one of core's adapter objects."""
-    if isinstance(patch, Tensor):
-        yield patch
-    elif isinstance(patch, (tuple, list)):
-        for part in patch:
-            yield from _tensors(part)
-    elif hasattr(patch, "weights"):
-        yield from _tensors(patch.weights)
-
-
 def with_adapter(patcher: Any, adapter: Adapter) -> Any:
     """A clone of ``patcher`` in whose samplings, and nowhere else, the adapter is in the model's layers.
 
@@ -248,8 +216,8 @@ def plain_prompt(text: str) -> str:
 def encoder_settings(clip: Any) -> Hashable:
     """What an encoding depends on beside its text and the encoder; None where that cannot be told.
 
-    That is so with hooks, with patched objects, and with another package's text encoder. Newer cores patch a plain value
-    into every encoder, the data type it computes in; such values are part of what is told.
+    That is so with hooks, with patched objects, and with another package's text encoder. Newer cores patch a plain
+    value into every encoder, the data type it computes in; such values are part of what is told.
     """
     if type(clip) is not comfy.sd.CLIP or {"tokenize", "encode_from_tokens_scheduled"} & vars(clip).keys():
         return None

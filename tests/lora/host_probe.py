@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -195,12 +196,17 @@ def loaded(model: Any, path: Path, report: dict[str, Any]) -> dict[str, torch.Te
     return {name.removeprefix("diffusion_model.").removesuffix(".weight"): value for name, value in differences.items()}
 
 
+def published(key: str) -> str:
+    """The name in published checkpoints, which newer cores change when they load one of Flux's family."""
+    return re.sub(r"(query|key)_norm\.weight$", r"\1_norm.scale", key)
+
+
 def probe(name: str) -> dict[str, Any]:
     """Write everything of one family; returns its part of the report."""
     model = built(*FAMILIES[name])
     file = random_lora(model, name)
-    save_file({key: value.contiguous() for key, value in model.diffusion_model.state_dict().items()},
-              FOLDER / f"{name}.weights")  # fmt: skip
+    weights = {published(key): value.contiguous() for key, value in model.diffusion_model.state_dict().items()}
+    save_file(weights, FOLDER / f"{name}.weights")
     expected = {
         layer: 1.5 * content["lora_B.weight"] @ content["lora_A.weight"] for layer, content in file.layers.items()
     }
