@@ -160,6 +160,7 @@ def with_adapter(patcher: Any, adapter: Adapter) -> Any:
     clone = patcher.clone()
 
     def put_in(owner: Any) -> None:
+        refuse_multigpu(owner)
         with torch.inference_mode(False):
             adapter.to(owner.load_device)
             try:
@@ -176,6 +177,19 @@ def with_adapter(patcher: Any, adapter: Adapter) -> Any:
     clone.add_callback(comfy.patcher_extension.CallbacksMP.ON_CLEANUP, lambda owner: owner.eject_model())
     clone.attachments[INJECTION] = adapter
     return clone
+
+
+def refuse_multigpu(patcher: Any) -> None:
+    """ValueError for a model that newer cores' MultiGPU CFG Split has copied to further devices.
+
+    Core runs the copies in threads of its own, without gradient, and an adapter is on one device only.
+    """
+    if copies := patcher.get_additional_models_with_key("multigpu"):
+        devices = ", ".join(str(device) for device in (patcher.load_device, *(copy.load_device for copy in copies)))
+        raise ValueError(
+            f"model: MultiGPU CFG Split has spread it over {len(copies) + 1} devices ({devices}), but TreeGRPO samples "
+            "and trains on one; take that node out of the way from the model to the guider"
+        )
 
 
 def adapter_of(patcher: Any) -> Adapter | None:

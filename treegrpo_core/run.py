@@ -65,9 +65,7 @@ def stored_base(folder: Path) -> str | None:
 
 _OLD_BASE = re.compile("[0-9a-f]{32}")
 """Fingerprints of version 0.1.0."""
-_PERHAPS_OLD = (
-    " (or by TreeGRPO 0.1.0 under another version of ComfyUI: train one more update there with this TreeGRPO)"
-)
+_PERHAPS_OLD = " (or by TreeGRPO 0.1.0 under another version of ComfyUI: train an update there with this version first)"
 
 AVERAGE_DECAY = 0.95
 """Of the moving average of the adapter's weights; shorter in a run's first updates."""

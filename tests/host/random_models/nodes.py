@@ -208,6 +208,38 @@ class TestAttentionPatch(io.ComfyNode):
         return io.NodeOutput(clone)
 
 
+class TestMultiGPU(io.ComfyNode):
+    """Attaches to a model what core's MultiGPU CFG Split does where there is a second device: a copy of it."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(cls, [io.Model.Input("model")], [io.Model.Output()])
+
+    @classmethod
+    def execute(cls, model: Any) -> io.NodeOutput:
+        return io.NodeOutput(spread(model.clone()))
+
+
+def spread(model: Any) -> Any:
+    second = model.clone()
+    second.is_multigpu_base_clone = True
+    model.set_additional_models("multigpu", [second])
+    return model
+
+
+class TestMultiGPUTree(io.ComfyNode):
+    """The same, to the model of a tree that has grown."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(cls, [io.Custom("TREE").Input("tree")], [io.Custom("TREE").Output()])
+
+    @classmethod
+    def execute(cls, tree: Any) -> io.NodeOutput:
+        spread(tree.policy.guider.model_patcher)
+        return io.NodeOutput(tree)
+
+
 class TestLora(io.ComfyNode):
     """Core's own LoRA patches with random weights on every linear layer of the model's blocks."""
 
@@ -295,6 +327,8 @@ class Extension(ComfyExtension):
             TestGreedyVAE,
             TestControlNet,
             TestAttentionPatch,
+            TestMultiGPU,
+            TestMultiGPUTree,
             TestLora,
             TestStreamed,
             TestLateInPlace,
