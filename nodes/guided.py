@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import comfy.model_management
+import comfy.model_patcher
 import comfy.sampler_helpers
 import comfy.samplers
 import torch
@@ -152,6 +153,8 @@ class GuidedPolicy:
         with torch.inference_mode():
             result = work()
         guider = self.guider
+        others = [patcher for patcher in _models_of(guider) if patcher is not guider.model_patcher]
+        comfy.model_management.load_models_gpu(others)
         comfy.sampler_helpers.prepare_sampling(
             guider.model_patcher, self.latent.shape, guider.conds, guider.model_options
         )
@@ -169,9 +172,15 @@ class GuidedPolicy:
         return session.result
 
 
+def _models_of(guider: Any) -> list[comfy.model_patcher.ModelPatcher]:
+    """Every model a guider holds or has loaded: some have a second one, as for the negative prompt."""
+    held = [one for value in vars(guider).values() for one in (value if isinstance(value, list) else [value])]
+    return [one for one in held if isinstance(one, comfy.model_patcher.ModelPatcher)]
+
+
 def _unload_others(guider: Any) -> None:
     """Take VAE, text encoder and whatever else the sampling does not use off the device before a backward fills it."""
-    ours = [patcher.model for patcher in (guider.model_patcher, *guider.loaded_models)]
+    ours = [patcher.model for patcher in _models_of(guider)]
     loaded = comfy.model_management.current_loaded_models
     keep = [entry for entry in loaded if entry.model is not None and any(entry.model.model is one for one in ours)]
     comfy.model_management.free_memory(1e30, guider.model_patcher.load_device, keep_loaded=keep)
