@@ -51,9 +51,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if HOST_TESTS in item.path.parents or HOST_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker("host")
     if config.getoption("--only-host"):
-        others = [item for item in items if not item.get_closest_marker("host")]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item.get_closest_marker("host")]
+        chosen = [item for item in items if item.get_closest_marker("host") and not item.get_closest_marker("once")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
 
 
 @pytest.hookimpl(wrapper=True)
