@@ -123,8 +123,8 @@ class GuidedPolicy:
         """Like :meth:`use`, with the model's sampling object and the latent image as the denoiser sees it.
 
         A model that turns out to change tensors in place, which a backward cannot take, is run again with copies. That
-        can show at any backward, so ``work`` must leave nothing behind when it fails. Raises ValueError, before anything
-        is loaded, for a model spread over several devices.
+        can show at any backward, so ``work`` must leave nothing behind when it fails. Raises ValueError, before
+        anything is loaded, for a model spread over several devices.
         """
         host.refuse_multigpu(self.guider.model_patcher)
 
