@@ -47,7 +47,7 @@ def newer(session: nox.Session) -> None:
     command = [python(session), "-m", "tools.host", "--newer"]
     found = json.loads(str(session.run(*command, silent=True, stderr=None, external=True)))
     if "missing" in found:
-        session.skip(f"tests in a newer ComfyUI: {found['missing']}")
+        session.skip(found["missing"])
     share(session, "python")
     session.install(*found["requirements"])
     command = ["python", "-m", "pytest", "--only-host", *session.posargs]

@@ -135,8 +135,9 @@ def newer_comfyui() -> Newer:
         _unpack(source, folder)
     if not (folder / "main.py").is_file():
         raise FileNotFoundError(
-            f"no newer ComfyUI in {source}; set COMFYUI_NEWER to the folder of a ComfyUI newer than 0.3.75 or to an "
-            "archive of it, for example a release from https://github.com/comfyanonymous/ComfyUI/releases"
+            f"tests in a newer ComfyUI need one, and there is none in {source}; set COMFYUI_NEWER to the folder of a "
+            "ComfyUI newer than 0.3.75 or to an archive of it, such as a release from "
+            "https://github.com/comfyanonymous/ComfyUI/releases"
         )
     stubs = source.parent / "stubs"
     return Newer(folder, stubs if stubs.is_dir() else None)
