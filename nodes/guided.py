@@ -33,21 +33,24 @@ _COPYING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose code changes tensors in place that a gradient needs."""
 _IN_PLACE = ("inplace", "in-place", "inference tensor")
 """What torch says then, one of these."""
+_SWITCHES = {"in_training": True, "training_fp8_bwd": False}
+"""Core's own, where it has them: model code that can be differentiated, and no backward in fp8, which core's trainer
+leaves on."""
 
 
 @contextmanager
 def outside_inference_mode() -> Iterator[None]:
     """Prompts run under inference mode, where no gradient can be taken; newer cores also want to know of training."""
-    flag = hasattr(comfy.model_management, "in_training")
-    before = getattr(comfy.model_management, "in_training", False)
+    management = comfy.model_management
+    before = {name: getattr(management, name) for name in _SWITCHES if hasattr(management, name)}
     try:
-        if flag:
-            comfy.model_management.in_training = True
+        for name in before:
+            setattr(management, name, _SWITCHES[name])
         with torch.inference_mode(False):
             yield
     finally:
-        if flag:
-            comfy.model_management.in_training = before
+        for name, value in before.items():
+            setattr(management, name, value)
 
 
 def detached(value: Any) -> Any:
