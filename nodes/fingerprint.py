@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 FORM = "2-"
 """What a fingerprint begins with; those of version 0.1.0 were 32 digits (:func:`earlier_fingerprints`)."""
@@ -28,8 +28,8 @@ def fingerprint(patcher: Any) -> str:
     as two parameters or in a tensor class. ``patcher``: the MODEL, with or without an adapter live.
     """
     digests = []
-    for name, weight, patches in _weights(patcher):
-        if name == _UNUSED or name.endswith(_NOT_WEIGHTS) or _beside_fp8(patcher, name) or not weight.numel():
+    for name, owner, weight, patches in _weights(patcher):
+        if name == _UNUSED or name.endswith(_NOT_WEIGHTS) or _beside_fp8(owner, name) or not weight.numel():
             continue
         data, *scales = _stored(weight)
         digests.append(_digest(_of_any_rank(data), *_of_patches(patches)))
@@ -40,7 +40,7 @@ def fingerprint(patcher: Any) -> str:
 def earlier_fingerprints(patcher: Any) -> frozenset[str]:
     """What version 0.1.0 called this model under any core, by the names that the parameters had there."""
     entries = [
-        _Entry(name, tuple(weight.shape), _sample(weight), patches) for name, weight, patches in _weights(patcher)
+        _Entry(name, tuple(weight.shape), _sample(weight), patches) for name, _, weight, patches in _weights(patcher)
     ]
     used = [entry for entry in entries if entry.name != _UNUSED]
     widths = [entry.shape[0] for entry in entries if entry.name == "x_embedder.weight"]
@@ -74,30 +74,27 @@ def _named_digest(entries: list[_Entry], rename: Callable[[str], str]) -> str:
     return _digest(*parts).hex()[:32]
 
 
-def _weights(patcher: Any) -> Iterator[tuple[str, Tensor, list[Any]]]:
-    """Name, tensor and patches of every parameter and buffer of the diffusion model, as the checkpoint has them."""
+def _weights(patcher: Any) -> Iterator[tuple[str, nn.Module, Tensor, list[Any]]]:
+    """Name, owner, tensor and patches of each parameter and buffer of the diffusion model, as the checkpoint has it."""
     with patcher.use_ejected():
-        module = patcher.model.diffusion_model
-        for name in module.state_dict():
+        parts = dict(patcher.model.diffusion_model.named_modules(remove_duplicate=False))
+        for name in patcher.model.diffusion_model.state_dict():
             owner, _, own_name = name.rpartition(".")
-            weight = getattr(module.get_submodule(owner), own_name, None)
+            weight = getattr(parts.get(owner), own_name, None)
             if weight is None:
-                continue  # a name under which a quantized tensor saves a part of itself
+                continue  # a name under which a packed weight saves a part of itself
             key = _PREFIX + name
             if key in patcher.backup:
                 weight = patcher.backup[key].weight
             if key in patcher.hook_backup:
                 weight = patcher.hook_backup[key][0]
-            yield name, weight, patcher.patches.get(key, [])
+            yield name, parts[owner], weight, patcher.patches.get(key, [])
 
 
-def _beside_fp8(patcher: Any, name: str) -> bool:
+def _beside_fp8(owner: nn.Module, name: str) -> bool:
     """Whether this is the bias of a layer in fp8: 0.3.75 rounds it to fp8 as well, newer cores do not."""
-    owner, _, own_name = name.rpartition(".")
-    if own_name != "bias":
-        return False
-    weight = getattr(patcher.model.diffusion_model.get_submodule(owner), "weight", None)
-    return weight is not None and any("float8" in str(part.dtype) for part in _stored(weight))
+    weight = getattr(owner, "weight", None)
+    return name.endswith("bias") and weight is not None and any("float8" in str(part.dtype) for part in _stored(weight))
 
 
 def _stored(tensor: Tensor) -> list[Tensor]:
