@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -12,6 +13,8 @@ nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["tests"]
 
 ROOT = Path(__file__).resolve().parent
+NO_TESTS = 5
+"""What pytest returns when the arguments select no test."""
 REFERENCES = {
     "HPSV2": ["hpsv2x==1.2.0", "ftfy", "wcwidth", "timm", "clint", "args", "braceexpand", "webdataset"],
     "HPSV3": ["hpsv3==1.0.0", "transformers==4.45.2", "tokenizers==0.20.3", "huggingface_hub==0.36.0"],
@@ -29,9 +32,26 @@ def environment(session: nox.Session) -> None:
 
 @nox.session(python=False, requires=["environment"])
 def tests(session: nox.Session) -> None:
-    """Check style and types, then run pytest; arguments after ``--`` are pytest's, e.g. ``-- -m slow``."""
+    """Check style and types, then run pytest; arguments after ``--`` are pytest's, e.g. ``-- -m slow``.
+
+    The session ``newer`` follows, whether or not these tests pass.
+    """
+    session.notify("newer", session.posargs)
     check(session)
     session.run(python(session), "-m", "pytest", *session.posargs, external=True)
+
+
+@nox.session(reuse_venv=True, requires=["environment"])
+def newer(session: nox.Session) -> None:
+    """Run the tests that touch ComfyUI in a newer one too, where there is one (tools/host.py); arguments as above."""
+    command = [python(session), "-m", "tools.host", "--newer"]
+    found = json.loads(str(session.run(*command, silent=True, stderr=None, external=True)))
+    if "missing" in found:
+        session.skip(found["missing"])
+    share(session, "python")
+    session.install(*found["requirements"])
+    command = ["python", "-m", "pytest", "--only-host", *session.posargs]
+    session.run(*command, env=found["environment"], success_codes=[0, NO_TESTS])
 
 
 @nox.session(python=False, requires=["environment"])
@@ -73,11 +93,16 @@ def beside(session: nox.Session, name: str, packages: list[str]) -> str:
     folder = session.cache_dir.parent / name.lower()
     session.run(python(session), "-m", "venv", str(folder), external=True)
     own = str(folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
+    share(session, own)
+    session.run(own, "-m", "pip", "install", "--no-deps", *packages, external=True)
+    return own
+
+
+def share(session: nox.Session, own: str) -> None:
+    """Let the interpreter ``own`` find the packages of the shared environment after those of its own."""
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
     shared, first = (str(session.run(one, "-c", where, silent=True, external=True)) for one in (python(session), own))
     Path(first.strip(), "shared.pth").write_text(shared, encoding="utf-8")
-    session.run(own, "-m", "pip", "install", "--no-deps", *packages, external=True)
-    return own
 
 
 def python(session: nox.Session) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import comfy.model_management
+import comfy.model_patcher
 import comfy.sampler_helpers
 import comfy.samplers
 import torch
@@ -32,21 +33,24 @@ _COPYING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose code changes tensors in place that a gradient needs."""
 _IN_PLACE = ("inplace", "in-place", "inference tensor")
 """What torch says then, one of these."""
+_SWITCHES = {"in_training": True, "training_fp8_bwd": False}
+"""Core's own, where it has them: model code that can be differentiated, and no backward in fp8, which core's trainer
+leaves on."""
 
 
 @contextmanager
 def outside_inference_mode() -> Iterator[None]:
     """Prompts run under inference mode, where no gradient can be taken; newer cores also want to know of training."""
-    flag = hasattr(comfy.model_management, "in_training")
-    before = getattr(comfy.model_management, "in_training", False)
+    management = comfy.model_management
+    before = {name: getattr(management, name) for name in _SWITCHES if hasattr(management, name)}
     try:
-        if flag:
-            comfy.model_management.in_training = True
+        for name in before:
+            setattr(management, name, _SWITCHES[name])
         with torch.inference_mode(False):
             yield
     finally:
-        if flag:
-            comfy.model_management.in_training = before
+        for name, value in before.items():
+            setattr(management, name, value)
 
 
 def detached(value: Any) -> Any:
@@ -122,8 +126,10 @@ class GuidedPolicy:
         """Like :meth:`use`, with the model's sampling object and the latent image as the denoiser sees it.
 
         A model that turns out to change tensors in place, which a backward cannot take, is run again with copies. That
-        can show at any backward, so ``work`` must leave nothing behind when it fails.
+        can show at any backward, so ``work`` must leave nothing behind when it fails. Raises ValueError, before
+        anything is loaded, for a model spread over several devices.
         """
+        host.refuse_multigpu(self.guider.model_patcher)
 
         def session_work(denoise: Denoiser, sampling: Any, latent: Tensor) -> T:
             if train:
@@ -150,6 +156,8 @@ class GuidedPolicy:
         with torch.inference_mode():
             result = work()
         guider = self.guider
+        others = [patcher for patcher in _models_of(guider) if patcher is not guider.model_patcher]
+        comfy.model_management.load_models_gpu(others)
         comfy.sampler_helpers.prepare_sampling(
             guider.model_patcher, self.latent.shape, guider.conds, guider.model_options
         )
@@ -167,9 +175,15 @@ class GuidedPolicy:
         return session.result
 
 
+def _models_of(guider: Any) -> list[comfy.model_patcher.ModelPatcher]:
+    """Every model a guider holds or has loaded: some have a second one, as for the negative prompt."""
+    held = [one for value in vars(guider).values() for one in (value if isinstance(value, list) else [value])]
+    return [one for one in held if isinstance(one, comfy.model_patcher.ModelPatcher)]
+
+
 def _unload_others(guider: Any) -> None:
     """Take VAE, text encoder and whatever else the sampling does not use off the device before a backward fills it."""
-    ours = [patcher.model for patcher in (guider.model_patcher, *guider.loaded_models)]
+    ours = [patcher.model for patcher in _models_of(guider)]
     loaded = comfy.model_management.current_loaded_models
     keep = [entry for entry in loaded if entry.model is not None and any(entry.model.model is one for one in ours)]
     comfy.model_management.free_memory(1e30, guider.model_patcher.load_device, keep_loaded=keep)

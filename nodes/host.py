@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +38,8 @@ _CARRIED = {
     "qwen2_vocab.json": "text_encoders/qwen25_tokenizer/vocab.json",
 }
 """Vocabularies under the names that rewards know them by, and where they lie in core's folder ``comfy``."""
+_PLAIN = (bool, int, float, str, torch.dtype, type(None))
+"""Values that say what they are; any other object may change or act without it showing."""
 
 
 def runs_folder() -> Path:
@@ -144,37 +145,6 @@ def has_weight_patches(patcher: Any) -> bool:
     return any(name.startswith("diffusion_model.") for name in patcher.patches)
 
 
-def fingerprint(patcher: Any) -> str:
-    """Identity of a model's weights and patches: names, shapes and 64 values of every tensor, hashed."""
-    digest = hashlib.sha256()
-    for name, entries in sorted(patcher.get_key_patches("diffusion_model.").items()):
-        weight = entries[0][0]
-        digest.update(f"{name} {tuple(weight.shape)}".encode())
-        digest.update(_sample(weight))
-        for patch in entries[1:]:
-            digest.update(f"{patch[0]} {patch[2]}".encode())
-            for tensor in _tensors(patch[1]):
-                digest.update(_sample(tensor))
-    return digest.hexdigest()[:32]
-
-
-def _sample(tensor: Tensor) -> bytes:
-    """At most 64 values spread over a tensor."""
-    flat = tensor.detach().flatten()
-    return flat[:: max(1, flat.numel() // 64)][:64].float().cpu().numpy().tobytes()
-
-
-def _tensors(patch: Any) -> Iterator[Tensor]:
-    """The tensors of a weight patch: bare, in tuples, or in one of core's adapter objects."""
-    if isinstance(patch, Tensor):
-        yield patch
-    elif isinstance(patch, (tuple, list)):
-        for part in patch:
-            yield from _tensors(part)
-    elif hasattr(patch, "weights"):
-        yield from _tensors(patch.weights)
-
-
 def with_adapter(patcher: Any, adapter: Adapter) -> Any:
     """A clone of ``patcher`` in whose samplings, and nowhere else, the adapter is in the model's layers.
 
@@ -190,6 +160,7 @@ def with_adapter(patcher: Any, adapter: Adapter) -> Any:
     clone = _resident(patcher)
 
     def put_in(owner: Any) -> None:
+        refuse_multigpu(owner)
         with torch.inference_mode(False):
             adapter.to(owner.load_device)
             try:
@@ -224,6 +195,19 @@ def _resident(patcher: Any) -> Any:
         for name, weight in part.named_parameters(recurse=False)
     )
     return patcher.clone() if cast or not fits else patcher.get_non_dynamic_delegate()
+
+
+def refuse_multigpu(patcher: Any) -> None:
+    """ValueError for a model that newer cores' MultiGPU CFG Split has copied to further devices.
+
+    Core runs the copies in threads of its own, without gradient, and an adapter is on one device only.
+    """
+    if copies := patcher.get_additional_models_with_key("multigpu"):
+        devices = ", ".join(str(device) for device in (patcher.load_device, *(copy.load_device for copy in copies)))
+        raise ValueError(
+            f"model: MultiGPU CFG Split has spread it over {len(copies) + 1} devices ({devices}), but TreeGRPO samples "
+            "and trains on one; take that node out of the way from the model to the guider"
+        )
 
 
 def adapter_of(patcher: Any) -> Adapter | None:
@@ -264,14 +248,18 @@ def plain_prompt(text: str) -> str:
 def encoder_settings(clip: Any) -> Hashable:
     """What an encoding depends on beside its text and the encoder; None where that cannot be told.
 
-    That is so with hooks, with patched objects, and with another package's text encoder.
+    That is so with hooks, with patched objects, and with another package's text encoder. Newer cores patch a plain
+    value into every encoder, the data type it computes in; such values are part of what is told.
     """
     if type(clip) is not comfy.sd.CLIP or {"tokenize", "encode_from_tokens_scheduled"} & vars(clip).keys():
         return None
     patcher = clip.patcher
-    if patcher.forced_hooks is not None or clip.apply_hooks_to_conds is not None or patcher.object_patches:
+    if patcher.forced_hooks is not None or clip.apply_hooks_to_conds is not None:
         return None
-    return patcher.patches_uuid, clip.layer_idx, clip.tokenizer, repr(sorted(clip.tokenizer_options.items()))
+    if not all(isinstance(value, _PLAIN) for value in patcher.object_patches.values()):
+        return None
+    values = repr([sorted(clip.tokenizer_options.items()), sorted(patcher.object_patches.items())])
+    return patcher.patches_uuid, clip.layer_idx, clip.tokenizer, values
 
 
 def prompt_rows(guider: Any) -> int:

@@ -14,8 +14,9 @@ from ..treegrpo_core.adapter import KINDS, TARGETS
 from ..treegrpo_core.architectures import OTHER, architecture_named
 from ..treegrpo_core.files import check_name
 from ..treegrpo_core.lora import read_lora
-from ..treegrpo_core.run import Run, RunSettings
+from ..treegrpo_core.run import Run, RunSettings, stored_base
 from . import host
+from .fingerprint import FORM, earlier_fingerprints, fingerprint
 from .guided import outside_inference_mode
 from .types import CATEGORY, PolicyType
 
@@ -36,6 +37,7 @@ def open_run(patcher: Any, name: str, settings: RunSettings, if_run_exists: str)
     root = host.runs_folder()
     folder = root / check_name(name)
     module = patcher.model.diffusion_model
+    settings = _with_earlier_base(patcher, folder, settings)
     with outside_inference_mode():
         live = RUNS.get(folder)
         if live and live.on_disk and if_run_exists != "create":
@@ -53,6 +55,14 @@ def open_run(patcher: Any, name: str, settings: RunSettings, if_run_exists: str)
             run = Run.create(root, name, settings, module, start)
     RUNS[folder] = run
     return run
+
+
+def _with_earlier_base(patcher: Any, folder: Path, settings: RunSettings) -> RunSettings:
+    """The settings; they also name the model as the stored run does, if an older version of the pack named it so."""
+    base = stored_base(folder)
+    if base is None or base.startswith(FORM) or base not in earlier_fingerprints(patcher):
+        return settings
+    return settings.model_copy(update={"earlier_base": base})
 
 
 def _start(settings: RunSettings) -> dict[str, dict[str, Tensor]]:
@@ -203,7 +213,7 @@ class Policy(io.ComfyNode):
                 "merge in front, which ComfyUI applies later; use the adapter lora, or save the merged model first"
             )
         settings = RunSettings(
-            base=host.fingerprint(model),
+            base=fingerprint(model),
             rank=rank,
             alpha=alpha,
             targets=target_pattern.strip() or targets,

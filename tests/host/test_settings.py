@@ -66,3 +66,31 @@ def test_no_input_is_left_out_of_this_test(probed):
     update, advantage = (set(names) for names in probed[1])
     assert update == UPDATE.keys() | {"policy", "tree"}
     assert advantage == ADVANTAGE.keys() | {"tree"}
+
+
+SWITCHES = """
+import importlib, json, sys, torch
+from benchmarks.session import PACK, load_pack
+load_pack()
+import comfy.model_management as management
+guided, names = importlib.import_module(f"{PACK}.nodes.guided"), ("in_training", "training_fp8_bwd")
+def seen():
+    return [*(getattr(management, name, None) for name in names), torch.is_inference_mode_enabled()]
+def around():
+    with torch.inference_mode():
+        before = seen()
+        with guided.outside_inference_mode():
+            inside = seen()
+        return [before, inside, seen()]
+management.in_training, management.training_fp8_bwd = False, True
+newer = around()
+del management.in_training, management.training_fp8_bwd
+print(json.dumps([newer, around()]))
+"""
+
+
+def test_core_knows_of_our_training_and_nothing_of_its_own_trainer_is_left_on():
+    done = subprocess.run([sys.executable, "-c", SWITCHES], cwd=ROOT, check=True, capture_output=True, text=True)
+    newer, older = json.loads(done.stdout.splitlines()[-1])
+    assert newer == [[False, True, True], [True, False, False], [False, True, True]]
+    assert older == [[None, None, True], [None, None, False], [None, None, True]]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from runs import table
 
 from tools.host import ROOT
 
@@ -149,6 +150,10 @@ def test_the_page_of_families_says_what_the_table_says() -> None:
         ]
         for entry in ARCHITECTURES
     ]
+
+
+def test_the_page_of_families_says_what_was_run_where() -> None:
+    assert table() in (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8"), table()
 
 
 def test_the_only_scripts_are_those_of_the_web_folder_itself_and_they_load_nothing_from_outside() -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ sys.argv = [sys.argv[0], "--cpu"]
 import comfy.options  # noqa: E402
 
 comfy.options.enable_args_parsing()
+import comfy.ldm.flux.model  # noqa: E402
 import comfy.lora  # noqa: E402
 import comfy.supported_models as supported  # noqa: E402
 import comfy.utils  # noqa: E402
@@ -39,6 +42,8 @@ FLUX: dict[str, Any] = {
     "num_heads": 2, "axes_dim": [8, 12, 12], "mlp_ratio": 4.0, "depth": 2, "depth_single_blocks": 2, "theta": 10000,
     "qkv_bias": True, "guidance_embed": True,
 }  # fmt: skip
+WORD_AXES = {"Flux": [], "Flux 2": [3]}
+"""Which of Flux's position axes count the words of a text: newer cores ask, 0.3.75 knows no such setting."""
 NEXT_DIT: dict[str, Any] = {
     "image_model": "lumina2", "patch_size": 2, "in_channels": 16, "n_layers": 2, "n_refiner_layers": 1, "qk_norm": True,
     "cap_feat_dim": 48, "axes_lens": [32, 32, 32],
@@ -109,6 +114,9 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
+if "txt_ids_dims" in {setting.name for setting in fields(comfy.ldm.flux.model.FluxParams)}:
+    for family, axes in WORD_AXES.items():
+        FAMILIES[family][1]["txt_ids_dims"] = axes
 
 
 def built(kind: type, settings: dict[str, Any]) -> Any:
@@ -188,12 +196,17 @@ def loaded(model: Any, path: Path, report: dict[str, Any]) -> dict[str, torch.Te
     return {name.removeprefix("diffusion_model.").removesuffix(".weight"): value for name, value in differences.items()}
 
 
+def published(key: str) -> str:
+    """The name in published checkpoints, which newer cores change when they load one of Flux's family."""
+    return re.sub(r"(query|key)_norm\.weight$", r"\1_norm.scale", key)
+
+
 def probe(name: str) -> dict[str, Any]:
     """Write everything of one family; returns its part of the report."""
     model = built(*FAMILIES[name])
     file = random_lora(model, name)
-    save_file({key: value.contiguous() for key, value in model.diffusion_model.state_dict().items()},
-              FOLDER / f"{name}.weights")  # fmt: skip
+    weights = {published(key): value.contiguous() for key, value in model.diffusion_model.state_dict().items()}
+    save_file(weights, FOLDER / f"{name}.weights")
     expected = {
         layer: 1.5 * content["lora_B.weight"] @ content["lora_A.weight"] for layer, content in file.layers.items()
     }

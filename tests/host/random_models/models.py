@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+import comfy.ldm.flux.model
 import comfy.model_management
 import comfy.model_patcher
 import comfy.supported_models
@@ -53,6 +54,12 @@ LUMINA = {
     "axes_dims": [4, 6, 6],
     "axes_lens": [64, 64, 64],
 }
+
+
+def word_axes(*axes: int) -> dict[str, Any]:
+    """Which of Flux's position axes count the words of a text: newer cores ask, 0.3.75 knows no such setting."""
+    known = {setting.name for setting in fields(comfy.ldm.flux.model.FluxParams)}
+    return {"txt_ids_dims": list(axes)} if "txt_ids_dims" in known else {}
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,7 @@ MODELS: dict[str, Reduced] = {
         "Flux",
         {
             **FLUX,
+            **word_axes(),
             "image_model": "flux",
             "in_channels": 16,
             "out_channels": 16,
@@ -145,6 +153,7 @@ MODELS: dict[str, Reduced] = {
         "Flux2",
         {
             **FLUX,
+            **word_axes(3),
             "image_model": "flux2",
             "in_channels": 128,
             "out_channels": 128,

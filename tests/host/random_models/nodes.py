@@ -10,6 +10,7 @@ import comfy.cldm.cldm
 import comfy.controlnet
 import comfy.model_management
 import comfy.ops
+import comfy.samplers
 import comfy.sd
 import numpy as np
 import torch
@@ -208,6 +209,69 @@ class TestAttentionPatch(io.ComfyNode):
         return io.NodeOutput(clone)
 
 
+class SecondModelGuider(comfy.samplers.CFGGuider):
+    """Holds a second model beside the first and wants both on the device for as long as it samples."""
+
+    def outer_sample(self, *arguments: Any, **named: Any) -> Any:
+        comfy.model_management.load_models_gpu([self.second])
+        return super().outer_sample(*arguments, **named)
+
+    def predict_noise(self, *arguments: Any, **named: Any) -> Any:
+        if self.second not in comfy.model_management.loaded_models():
+            raise RuntimeError("the second model was taken off the device amid a sampling")
+        return super().predict_noise(*arguments, **named)
+
+
+class TestSecondModelGuider(io.ComfyNode):
+    """A :class:`SecondModelGuider`."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        inputs = [io.Model.Input("model"), io.Model.Input("second"), io.Float.Input("cfg")]
+        prompts = [io.Conditioning.Input("positive"), io.Conditioning.Input("negative")]
+        return schema(cls, [*inputs, *prompts], [io.Guider.Output()])
+
+    @classmethod
+    def execute(cls, model: Any, second: Any, cfg: float, positive: Any, negative: Any) -> io.NodeOutput:
+        guider = SecondModelGuider(model)
+        guider.second = second
+        guider.set_conds(positive, negative)
+        guider.set_cfg(cfg)
+        return io.NodeOutput(guider)
+
+
+class TestMultiGPU(io.ComfyNode):
+    """Attaches to a model what core's MultiGPU CFG Split does where there is a second device: a copy of it."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(cls, [io.Model.Input("model")], [io.Model.Output()])
+
+    @classmethod
+    def execute(cls, model: Any) -> io.NodeOutput:
+        return io.NodeOutput(spread(model.clone()))
+
+
+def spread(model: Any) -> Any:
+    second = model.clone()
+    second.is_multigpu_base_clone = True
+    model.set_additional_models("multigpu", [second])
+    return model
+
+
+class TestMultiGPUTree(io.ComfyNode):
+    """The same, to the model of a tree that has grown."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(cls, [io.Custom("TREE").Input("tree")], [io.Custom("TREE").Output()])
+
+    @classmethod
+    def execute(cls, tree: Any) -> io.NodeOutput:
+        spread(tree.policy.guider.model_patcher)
+        return io.NodeOutput(tree)
+
+
 class TestLora(io.ComfyNode):
     """Core's own LoRA patches with random weights on every linear layer of the model's blocks."""
 
@@ -295,6 +359,9 @@ class Extension(ComfyExtension):
             TestGreedyVAE,
             TestControlNet,
             TestAttentionPatch,
+            TestSecondModelGuider,
+            TestMultiGPU,
+            TestMultiGPUTree,
             TestLora,
             TestStreamed,
             TestLateInPlace,
