@@ -54,13 +54,12 @@ def measure_activations(module: nn.Module, forward: Callable[[], Any]) -> Activa
     alive: list[Tensor] = []
     inputs, current = 0, None
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> None:  # no backward follows; a tensor kept with its own history would stay for ever
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights | seen:
             seen.add(storage.data_ptr())
-            alive.append(tensor)  # or its place could be given to the next tensor and that one not be counted
+            alive.append(tensor.detach())  # or its place could be given to the next tensor and that one not be counted
             kept[current] = kept.get(current, 0) + storage.nbytes()
-        return tensor
 
     def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal inputs, current
@@ -75,12 +74,15 @@ def measure_activations(module: nn.Module, forward: Callable[[], Any]) -> Activa
         for block in blocks(module):
             stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(block.register_forward_hook(leave).remove)
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _unwanted))
         stack.enter_context(torch.enable_grad())
-        stack.callback(alive.clear)  # the hooks live on in a cycle that Python cannot see
         forward()
     inner = [size for block, size in kept.items() if block is not None]
     return Activations(sum(kept.values()), kept[None] + inputs + max(inner, default=0))
+
+
+def _unwanted(_: None) -> Tensor:
+    raise RuntimeError("memory was measured here, and nothing was kept for a backward")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pytest
 import torch
 from torch import nn
@@ -121,6 +122,17 @@ def test_activations_are_measured_and_checkpointing_keeps_fewer():
     assert 8 * tanh < one.plain < 3 * 8 * tanh
     assert tanh < one.checkpointed < one.plain / 3
     assert two.plain == pytest.approx(2 * one.plain, rel=0.01)
+
+
+def test_nothing_that_was_measured_stays():
+    shape = (3, 17)
+
+    def forward():
+        return (torch.ones(shape, requires_grad=True) * 2).tanh().exp().square()
+
+    measure_activations(Deep(), forward)
+    gc.collect()
+    assert [one for one in gc.get_objects() if type(one) is torch.Tensor and one.shape == shape] == []
 
 
 @pytest.mark.parametrize("plan", [tree_plan(10, start=0), tree_plan(10, start=4), dance_grpo_plan(10, 5)])
