@@ -23,6 +23,7 @@ from ..treegrpo_core.transition import KERNELS, choose_kernel
 from ..treegrpo_core.tree import Growth, Tree, timed
 from . import host, inputs
 from .guided import GuidedPolicy
+from .patches import check_patches
 from .policy import PolicyHandle
 from .types import CATEGORY, PlanType, PolicyType, TreeType
 
@@ -53,9 +54,10 @@ def prompt_keys(prompts: Sequence[str]) -> list[int]:
 def guided_policy(
     policy: PolicyHandle | None, guider: Any, sigmas: Tensor, latent: dict[str, Any], prompts: str
 ) -> tuple[GuidedPolicy, tuple[str, ...]]:
-    """The run's policy under this guider, and the prompts. ValueError if the guider has another model or number.
+    """The run's policy under this guider, and the prompts.
 
-    Without a policy, whatever model the guider has.
+    Without a policy, whatever model the guider has. ValueError if the guider has another model, another number of
+    prompts, or patches that trees cannot do with.
     """
     model = guider.model_patcher
     if policy and host.adapter_of(model) is not policy.run.adapter:
@@ -65,7 +67,9 @@ def guided_policy(
     texts = split_prompts(prompts, host.prompt_rows(guider))
     size = host.fix_latent(model, latent, len(texts))
     run = policy.run if policy else None
-    return GuidedPolicy(run, guider, size, sigmas.clone(), host.prediction_of(model)), texts
+    guided = GuidedPolicy(run, guider, size, sigmas.clone(), host.prediction_of(model))
+    check_patches(guided)
+    return guided, texts
 
 
 def levels_of(sigmas: Tensor) -> tuple[float, ...]:

@@ -12,10 +12,11 @@ from ..treegrpo_core.lora import lora_tensors
 from ..treegrpo_core.metrics import Metrics
 from ..treegrpo_core.run import Run
 from ..treegrpo_core.signals import warnings
-from ..treegrpo_core.trainer import NOISE_MARGIN, UpdateSettings
+from ..treegrpo_core.trainer import NOISE_MARGIN, ReplayError, UpdateSettings
 from ..treegrpo_core.tree import Tree
 from . import host, inputs
 from .guided import outside_inference_mode
+from .patches import suspects
 from .policy import PolicyHandle
 from .types import CATEGORY, LoraModelType, LossMapType, PolicyType, TreeType
 
@@ -195,7 +196,11 @@ class LoRAUpdate(io.ComfyNode):
             kl_reference=(kl_reference or ["base"])[0],  # type: ignore[arg-type]
         )
         with outside_inference_mode():
-            metrics = run.update(tree, settings)
+            try:
+                metrics = run.update(tree, settings)
+            except ReplayError as error:
+                guiders: set[Any] = {one.policy.guider for one in tree}  # type: ignore[attr-defined]
+                raise ReplayError(f"{error}{''.join(map(suspects, guiders))}") from error
         host.release_memory()
         text = json.dumps(metrics.model_dump(), indent=1)
         ui = {"text": [_summary(run, tree, metrics, settings.clip)]}

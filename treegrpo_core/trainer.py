@@ -34,6 +34,10 @@ NOISE_MARGIN = 3.0
 """Where a ratio can differ from 1, the clip range is at least this many times the replay noise."""
 
 
+class ReplayError(RuntimeError):
+    """Replaying a fresh tree does not give its log-probabilities."""
+
+
 class UpdateSettings(BaseModel):
     """Settings of one update. Unknown names and impossible values are errors."""
 
@@ -78,7 +82,7 @@ def update(
     Every parent node costs one forward and one backward, whatever its number of children. Trees without any
     advantage (all rewards equal) carry no signal: without a KL term nothing is computed and no weight changes. The
     first pass over a fresh tree is on-policy by definition: its ratio is exactly 1, and what replay and rollout make
-    different is measured as noise. A step whose gradient is not finite is left out and counted. Raises RuntimeError if
+    different is measured as noise. A step whose gradient is not finite is left out and counted. Raises ReplayError if
     replaying a fresh tree does not reproduce its log-probabilities.
     """
     if not trees:
@@ -322,7 +326,7 @@ def _of_edges(values: Tensor, k: int) -> Tensor:
 
 def _check_replay(tally: Tally) -> None:
     if tally.max_noise > REPLAY_TOLERANCE and math.isfinite(tally.max_noise):
-        raise RuntimeError(
+        raise ReplayError(
             f"replaying a fresh tree gives log-ratios up to {tally.max_noise:.2e}, far from 0: the update "
             "does not see "
             "the model, guidance or conditioning that grew the tree. Queue again so that TreeSampler grows a new "

@@ -156,6 +156,17 @@ def test_the_page_of_families_says_what_was_run_where() -> None:
     assert table() in (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8"), table()
 
 
+def test_the_table_of_patches_says_what_the_code_refuses() -> None:
+    from treegrpo_core.patches import BATCH_TOLERANCE, PROBE_ROWS, REFUSED, TOLERANCE
+
+    page = section((ROOT / "docs" / "architectures.md").read_text(encoding="utf-8"), "Model patches")
+    rows = [line for line in page.splitlines() if line.startswith("| ")][2:]
+    assert rows == [f"| {entry} | {entry.why} |" for entry in REFUSED]
+    assert f"{PROBE_ROWS} latents per prompt" in page
+    text = page.replace("\n", " ").replace(" %", "%")
+    assert f"more than {TOLERANCE:.1%} of their size, or by more than {BATCH_TOLERANCE:.0%} alone" in text
+
+
 def test_the_only_scripts_are_those_of_the_web_folder_itself_and_they_load_nothing_from_outside() -> None:
     """The host loads every .js under web/, so none may lie among the help pages."""
     folders = [Path("web"), Path("docs")]

@@ -18,6 +18,7 @@ from comfy_api.latest import ComfyExtension, io
 from torch import nn
 
 from .models import MODELS, TOKENS, build, conditioning, fill
+from .patches import TestMovingGuider, TestPatch
 
 Anything = io.Custom("*")
 
@@ -365,4 +366,6 @@ class Extension(ComfyExtension):
             TestLora,
             TestStreamed,
             TestLateInPlace,
+            TestPatch,
+            TestMovingGuider,
         ]
