@@ -134,7 +134,7 @@ class Session:
 
         core = self.parts["treegrpo_core.plan"]
         source = core.Plan.parse(method.row, method.roots) if method.row else core.Window(**method.window)
-        spread = self.parts["treegrpo_core.signals"].step_spread(self.run.log())
+        spread = self.run.history.step_spread.means()
         plan = core.plan_for(source, STEPS, self.run.iteration, self.seed, spread)
         plan, sigmas = core.with_tail(plan, [float(sigma) for sigma in self.sigmas], method.tail_steps)
         with torch.inference_mode():

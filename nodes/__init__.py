@@ -8,7 +8,7 @@ from .evaluate import Evaluate
 from .export import Export
 from .human import HumanReward
 from .judging import add_routes
-from .loop import LoopEnd, LoopStart
+from .loop import LoopEnd, LoopStart, hold_outside
 from .plan import Schedule, TreePlan
 from .policy import Policy
 from .preview import BestLeaf, Preview
@@ -44,11 +44,12 @@ NODES: list[type[io.ComfyNode]] = [
 
 
 class TreeGRPOExtension(ComfyExtension):
-    """All nodes of the pack, and the routes of those that ask in the browser."""
+    """All nodes of the pack, the routes of those that ask in the browser, and what a loop needs to be told early."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         # Not in on_load, which ComfyUI 0.3.75 does not call.
         server = host.server()
         if server is not None:
             add_routes(server.routes)
+            server.add_on_prompt_handler(hold_outside)
         return NODES

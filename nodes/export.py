@@ -70,7 +70,7 @@ class Export(io.ComfyNode):
             "run": run.name,
             "weights": weights,
             "settings": run.settings.model_dump_json(),
-            "last_update": json.dumps(run.log()[-1:]),
+            "last_update": json.dumps(run.history.ends()[-1:]),
         }
         state = run.average if weights == "average" else None
         write_lora(path, run.adapter, metadata(name, run.iteration, extra), format, state)

@@ -18,7 +18,6 @@ from ..treegrpo_core.memory import Estimate, measure_activations
 from ..treegrpo_core.plan import Plan, Window, derive_seed, plan_for, with_tail
 from ..treegrpo_core.policy import Denoiser
 from ..treegrpo_core.sampler import Score, check_schedule, grow
-from ..treegrpo_core.signals import step_spread
 from ..treegrpo_core.transition import KERNELS, choose_kernel
 from ..treegrpo_core.tree import Growth, Tree, timed
 from . import host, inputs
@@ -203,7 +202,7 @@ class TreeSampler(io.ComfyNode):
         run = policy.run
         guided, texts = guided_policy(policy, guider, sigmas, latent, prompts)
         source = plan or Window(window, branching, depth, r, start)  # type: ignore[arg-type]
-        spread = step_spread(run.log()) if window == "adaptive" and plan is None else None
+        spread = run.history.step_spread.means() if window == "adaptive" and plan is None else None
         schedule = levels_of(sigmas)
         this_plan = plan_for(source, len(schedule) - 1, run.iteration, noise.seed, spread)
         check_schedule(schedule, this_plan)

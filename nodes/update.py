@@ -29,7 +29,7 @@ def loss_map(run: Run) -> dict[str, list[float]]:
     Core's plot divides by the curve's range, so a constant curve (one update, say) gets a last point that differs by
     a hair.
     """
-    losses = list(run.losses) or [0.0]
+    losses = list(run.history.losses) or [0.0]
     if min(losses) == max(losses):
         losses.append(losses[-1] + 1e-12)
     return {"loss": losses}
@@ -51,7 +51,7 @@ def _summary(run: Run, trees: list[Tree], metrics: Metrics, asked: float) -> str
     if metrics.log_ratio_max > 1:
         text += f"; log-ratio {metrics.log_ratio_max:.1e}, the policy jumps: lower the learning rate"
     weights = {name: weight for entry in trees if entry.rewards for name, weight in _weights(entry)}
-    for warning in warnings(run.log(), weights):
+    for warning in warnings(run.history.ends(), weights):
         log.warning("TreeGRPO: run %s: %s", run.name, warning)
         text += f"\n{warning}"
     return text
@@ -204,6 +204,7 @@ class LoRAUpdate(io.ComfyNode):
         host.release_memory()
         text = json.dumps(metrics.model_dump(), indent=1)
         ui = {"text": [_summary(run, tree, metrics, settings.clip)]}
-        # A loop keeps every output until the queue is done; a copy of the LoRA per update would fill the memory.
-        used = host.output_is_used(cls.hidden.dynprompt, cls.hidden.unique_id, 1)
-        return io.NodeOutput(policy[0], lora_tensors(run.adapter) if used else {}, loss_map(run), text, ui=ui)
+        lora, losses = (host.output_is_used(cls.hidden.dynprompt, cls.hidden.unique_id, slot) for slot in (1, 2))
+        return io.NodeOutput(
+            policy[0], lora_tensors(run.adapter) if lora else {}, loss_map(run) if losses else {}, text, ui=ui
+        )

@@ -178,7 +178,7 @@ class Client:
         url = f"http://{self.address}/ws?clientId={self.client_id}"
         async with aiohttp.ClientSession() as session, session.ws_connect(url, max_msg_size=0) as socket:
             run, end = self.submit(graph), time.monotonic() + timeout
-            while (outputs := self.finished(run)) is None:
+            while True:
                 if time.monotonic() > end:
                     self.interrupt(run)
                     raise TimeoutError(f"run {run} took longer than {timeout:g} s")
@@ -186,11 +186,17 @@ class Client:
                     message = await socket.receive(timeout=1)
                 except asyncio.TimeoutError:
                     on_event("tick", {})
+                    if (outputs := self.finished(run)) is not None:  # its last messages were for another page
+                        return outputs
                     continue
-                if message.type == aiohttp.WSMsgType.TEXT:
-                    event = message.json()
-                    on_event(event["type"], event["data"])
-        return outputs
+                if message.type != aiohttp.WSMsgType.TEXT:
+                    continue
+                event = message.json()
+                on_event(event["type"], event["data"])
+                if event["type"] == "executing" and event["data"]["node"] is None and event["data"]["prompt_id"] == run:
+                    outputs = self.finished(run)
+                    assert outputs is not None, "it is in the history before it is said to have ended"
+                    return outputs
 
     def interrupt(self, run: str | None = None) -> None:
         """Interrupt the run of that id, or whatever is running."""

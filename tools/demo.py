@@ -76,7 +76,7 @@ def train(comfy: Server, graph: Graph) -> str:
     graph.inputs(policy)["run_name"] = RUN
     log = comfy.output / "treegrpo" / RUN / "metrics.jsonl"
     known = set(comfy.files("LoraLoaderModelOnly", "lora_name"))
-    step = "-"
+    step, trees = "-", []
     bar = tqdm(
         total=iterations, desc="training", unit="update", mininterval=1, miniters=0, smoothing=0, file=sys.stdout
     )
@@ -86,15 +86,15 @@ def train(comfy: Server, graph: Graph) -> str:
             nonlocal step
             done = read_metrics(log)
             step = f"{data['value']}/{data['max']}" if kind == "progress" else step
+            if kind == "executed" and data["node"] == preview.id:  # once per update
+                trees.append(data["output"]["images"][0])
             bar.set_postfix(reward=f"{done[-1]['reward_mean']:.4f}" if done else "-", step=step, refresh=False)
             bar.update(len(done) - bar.n)
 
-        outputs = comfy.run(graph, timeout=3600, on_event=show)
+        comfy.run(graph, timeout=3600, on_event=show)
         show("end", {})
     metrics = read_metrics(log)
     shutil.copy2(log, OUTPUT / "metrics.jsonl")
-    # The preview inside the loop is shown once per update, by copies of the node whose ids end in its own.
-    trees = [shown["images"][0] for node, shown in outputs.ui.items() if node.split(".")[-1] == preview.id]
     Image.open(BytesIO(comfy.view(trees[-1]))).save(OUTPUT / "tree.png")
     reward_curves(OUTPUT / "reward.png", metrics)
     (name,) = set(comfy.files("LoraLoaderModelOnly", "lora_name")) - known

@@ -171,11 +171,11 @@ class Server(Client):
     """A ComfyUI process with nothing but this pack, on a free port, with folders of its own, for a ``with`` statement.
 
     The pack lies in a folder with a random name with spaces (``pack_name``). ``others`` are folders of further packs.
-    ``base`` is the folder of models, input, output and custom_nodes. Raises RuntimeError with the end of the log if the
-    server does not start.
+    ``arguments`` are more of ComfyUI's own. ``base`` is the folder of models, input, output and custom_nodes. Raises
+    RuntimeError with the end of the log if the server does not start.
     """
 
-    def __init__(self, pack: Path = ROOT, others: Sequence[Path] = ()) -> None:
+    def __init__(self, pack: Path = ROOT, others: Sequence[Path] = (), arguments: Sequence[str] = ()) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
@@ -192,6 +192,7 @@ class Server(Client):
         for other in others:
             shutil.copytree(other, self.base / "custom_nodes" / other.name)
         self._packs = [self.pack_name, *(other.name for other in others)]
+        self._arguments = arguments
 
     def start(self) -> None:
         """Start the process and wait until it answers."""
@@ -200,6 +201,7 @@ class Server(Client):
             *("--base-directory", self.base, "--database-url", f"sqlite:///{database.as_posix()}"),
             *("--listen", "127.0.0.1", "--port", str(self.port), "--cpu", "--disable-auto-launch"),
             *("--disable-all-custom-nodes", "--whitelist-custom-nodes", *self._packs),
+            *self._arguments,
         )
         folder = comfyui_folder()
         with self._log.open("ab") as log:
@@ -244,6 +246,15 @@ class Server(Client):
             if self._process is not None and self._process.poll() is None:
                 raise
             raise RuntimeError(f"the ComfyUI server has ended. The end of its log:\n{self.log_end()}") from error
+
+    def usage(self) -> dict[str, float]:
+        """Of the process: bytes of main ``memory`` it holds, seconds of ``computing`` on all cores since its start."""
+        import psutil  # comes with ComfyUI
+
+        assert self._process is not None, "the server is not running"
+        process = psutil.Process(self._process.pid)
+        spent = process.cpu_times()
+        return {"memory": process.memory_info().rss, "computing": spent.user + spent.system}
 
     def log(self) -> str:
         """Everything the server has printed, without the colours of newer cores."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from .adapter import Adapter
 from .architectures import OTHER, architecture_named
 from .files import append_line, check_name, read_lines, write_atomically
+from .history import History
 from .metrics import Metrics
 from .trainer import UpdateSettings, update
 from .tree import Tree
@@ -78,8 +79,7 @@ class Run:
         self.folder, self.settings, self.adapter = folder, settings, adapter
         self.iteration = 0
         self._known: tuple[int, int, int] | None = None
-        self.losses: list[float] = []
-        self.replay_noise = 0.0
+        self.history = History()
         self.average = adapter.state_dict()
         """Exponential moving average of the adapter's weights, one term per update."""
         self.optimizer = torch.optim.AdamW(
@@ -190,9 +190,7 @@ class Run:
         self.average = {name: value.clone() for name, value in average.items()} or self.adapter.state_dict()
         self.iteration = int(metadata["iteration"])
         self._complete_log(metadata["metrics"])
-        entries = self.log()
-        self.losses = [entry.get("loss") or 0.0 for entry in entries]
-        self.replay_noise = (entries[-1].get("replay_noise") or 0.0) if entries else 0.0
+        self.history = History(self.log())
         self._known = known  # only now: a file that could not be read is tried again
 
     def update(self, trees: Sequence[Tree], settings: UpdateSettings) -> Metrics:
@@ -209,7 +207,7 @@ class Run:
                 self.optimizer,
                 settings,
                 iteration=self.iteration,
-                noise=self.replay_noise,
+                noise=self.history.replay_noise,
                 average=self.average,
             )
             self.iteration += 1
@@ -218,8 +216,7 @@ class Run:
         except BaseException:
             self.reload()
             raise
-        self.losses.append(metrics.loss)
-        self.replay_noise = metrics.replay_noise or self.replay_noise
+        self.history.add(json.loads(metrics.model_dump_json()))  # as it will be read from the disk
         return metrics
 
     def _move_average(self) -> None:

@@ -80,14 +80,22 @@ def effective_leaves(components: Sequence[float], plan: Plan) -> float:
     return sum(components) / variance_of_mean if variance_of_mean > 0 else 0.0
 
 
-def step_spread(log: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """Step of the schedule -> mean variance of the reward that it brought about in the updates that branched there."""
-    found: dict[int, list[float]] = {}
-    for entry in log:
+class StepSpread:
+    """Variance of the reward that each step of the schedule brought about, over a run's updates so far."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[float, int]] = {}
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """An update: a line of metrics.jsonl."""
         for step, spread in zip(entry.get("window") or (), entry.get("step_spread") or (), strict=False):
             if _is_number(spread):
-                found.setdefault(step, []).append(spread**2)
-    return {step: sum(values) / len(values) for step, values in found.items()}
+                total, count = self._sums.get(step, (0.0, 0))
+                self._sums[step] = total + spread**2, count + 1
+
+    def means(self) -> dict[int, float]:
+        """Step -> mean over the updates that branched there."""
+        return {step: total / count for step, (total, count) in self._sums.items()}
 
 
 def _by_reward(rewards: Sequence[Rewards], function: Any) -> dict[str, Tensor]:
@@ -116,7 +124,8 @@ def diversity(thumbnails: Sequence[Tensor | None]) -> float | None:
 def warnings(log: Sequence[Mapping[str, Any]], weights: Mapping[str, float]) -> list[str]:
     """Signs of reward hacking in a run's log, as sentences; none before twice :data:`WINDOW` updates.
 
-    log: lines of metrics.jsonl, oldest first; weights: of the rewards now, 0 for those that are only logged.
+    log: lines of metrics.jsonl, oldest first, of which the first and the last :data:`WINDOW` are looked at (see
+    :meth:`.history.History.ends`); weights: of the rewards now, 0 for those that are only logged.
     """
     if len(log) < 2 * WINDOW:
         return []

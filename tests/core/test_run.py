@@ -33,8 +33,9 @@ def test_resuming_is_bit_for_bit_the_same(tmp_path):
     a, b = whole.adapter.state_dict(), second.adapter.state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert [entry["iteration"] for entry in second.log()] == [0, 1, 2, 3, 4]
-    assert second.losses == whole.losses
-    assert second.replay_noise == whole.replay_noise
+    assert second.history.losses == whole.history.losses
+    assert second.history.replay_noise == whole.history.replay_noise
+    assert second.history.ends() == second.log()
     assert all(torch.equal(whole.average[name], second.average[name]) for name in a)
 
 

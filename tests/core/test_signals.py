@@ -8,11 +8,11 @@ import torch
 from treegrpo_core.plan import Plan, flow_grpo_plan, tree_plan
 from treegrpo_core.signals import (
     WINDOW,
+    StepSpread,
     correlation,
     diversity,
     effective_leaves,
     spread,
-    step_spread,
     variance_components,
     warnings,
     zero_spread,
@@ -136,4 +136,7 @@ def test_leaves_that_share_nothing_all_count_and_leaves_alike_count_once():
 
 def test_the_spread_of_a_step_is_averaged_over_the_updates_that_branched_there():
     log = [{"window": [0, 1], "step_spread": [1.0, 2.0]}, {"window": [1, 2, 3], "step_spread": [4.0, 0.0, None]}]
-    assert step_spread([*log, {}, {"window": None, "step_spread": None}]) == {0: 1.0, 1: 10.0, 2: 0.0}
+    spread = StepSpread()
+    for entry in [*log, {}, {"window": None, "step_spread": None}]:
+        spread.add(entry)
+    assert spread.means() == {0: 1.0, 1: 10.0, 2: 0.0}
