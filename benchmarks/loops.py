@@ -27,7 +27,7 @@ class Watch:
         self.comfy, self.end = comfy, graph.find("TreeGRPOLoopEnd").id
         self.messages = self.bytes = 0
         self.rows: list[dict[str, float]] = []
-        """Of the end of every update: time, the server's seconds of computing and bytes held, messages and their bytes."""
+        """Of the end of every update: time, what the server has used, messages so far and their bytes."""
 
     def __call__(self, kind: str, data: dict[str, Any]) -> None:
         if kind == "tick":
@@ -101,5 +101,4 @@ def measure(updates: int = UPDATES, arguments: Sequence[str] = ()) -> dict[str, 
 
 if __name__ == "__main__":
     found = measure(int(sys.argv[1]), sys.argv[2:])
-    open("/tmp/loops_soak.json", "w").write(json.dumps(found))
     print(json.dumps({key: value for key, value in found.items() if key != "curve"}, indent=1))

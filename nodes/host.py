@@ -171,6 +171,7 @@ def with_adapter(patcher: Any, adapter: Adapter) -> Any:
 
     def take_out(owner: Any) -> None:
         adapter.take_out(owner.model.diffusion_model)
+        adapter.leave(owner.offload_device)
 
     injection = comfy.patcher_extension.PatcherInjection(inject=put_in, eject=take_out)
     clone.set_injections(INJECTION, [injection])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import folder_paths
 from comfy_api.latest import io
@@ -20,8 +21,10 @@ from .fingerprint import FORM, earlier_fingerprints, fingerprint
 from .guided import outside_inference_mode
 from .types import CATEGORY, PolicyType
 
-RUNS: dict[Path, Run] = {}
-"""Runs in memory by folder. The disk is the truth; this only saves building adapters and optimizers again."""
+RUNS: WeakValueDictionary[Path, Run] = WeakValueDictionary()
+"""Runs in use, by folder: all nodes share one. The disk is the truth."""
+LAST_RUNS: WeakKeyDictionary[Any, Run] = WeakKeyDictionary()
+"""The last run of each loaded model, kept for the next Queue, which need not build its adapter and optimizer again."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ def open_run(patcher: Any, name: str, settings: RunSettings, if_run_exists: str)
         if live and live.on_disk and if_run_exists != "create":
             live.require(settings)
             live.follow_disk()
+            LAST_RUNS[patcher.model] = live
             return live
         if if_run_exists == "continue" or (
             if_run_exists == "continue or create" and (folder / "state.safetensors").exists()
@@ -53,7 +57,7 @@ def open_run(patcher: Any, name: str, settings: RunSettings, if_run_exists: str)
             if settings.start_from:
                 start = _start(settings)
             run = Run.create(root, name, settings, module, start)
-    RUNS[folder] = run
+    RUNS[folder] = LAST_RUNS[patcher.model] = run
     return run
 
 

@@ -14,6 +14,7 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from ..treegrpo_core.adapter import Adapter
+from ..treegrpo_core.batches import is_out_of_memory
 from ..treegrpo_core.memory import Estimate, measure_activations
 from ..treegrpo_core.plan import Plan, Window, derive_seed, plan_for, with_tail
 from ..treegrpo_core.policy import Denoiser
@@ -226,7 +227,9 @@ def _estimate(tree: Tree, adapter: Adapter) -> str:
 
     try:
         return policy.open(work, train=True)
-    except torch.cuda.OutOfMemoryError:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         return "memory: one node does not fit without gradient_checkpointing; turn it on in LoRAUpdate"
 
 
@@ -270,6 +273,7 @@ def grown(
             store=store,
             second_order=second_order,
             score=score and (lambda denoised: policy.aside(partial(score, denoised))),
+            limits=policy.run.limits if policy.run else None,
         )
 
     growth = policy.open(work, train=False)

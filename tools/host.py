@@ -249,7 +249,7 @@ class Server(Client):
 
     def usage(self) -> dict[str, float]:
         """Of the process: bytes of main ``memory`` it holds, seconds of ``computing`` on all cores since its start."""
-        import psutil  # comes with ComfyUI
+        import psutil  # type: ignore[import-untyped]  # comes with ComfyUI
 
         assert self._process is not None, "the server is not running"
         process = psutil.Process(self._process.pid)

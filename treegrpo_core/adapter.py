@@ -123,6 +123,9 @@ class Adapter:
         if not (math.isfinite(alpha) and alpha > 0):
             raise ValueError(f"alpha is {alpha}; it must be a positive number")
         self.rank, self.alpha, self.kind, self.architecture = rank, alpha, kind, architecture
+        self._stays = False
+        self._away: Any = None
+        """Where the host wants the adapter while it is not used; None: it has not said yet."""
         bases = target_layers(module, targets, architecture)
         # peft wraps stand-ins, so it leaves no trace in the host's module, and any layer may take their place.
         self._outside = {name: _stand_in(layer, kind) for name, layer in bases.items()}
@@ -206,8 +209,26 @@ class Adapter:
 
     def to(self, device: Any) -> None:
         """Move the adapter's own weights (never the model's) to ``device``."""
-        for parameter in self.parameters():
-            parameter.data = parameter.data.to(device)
+        with torch.inference_mode(False):
+            for parameter in self.parameters():
+                parameter.data = parameter.data.to(device)
+
+    def leave(self, device: Any) -> None:
+        """A sampling is over and the adapter not needed: move to ``device``, or at the end of :meth:`staying`."""
+        self._away = device
+        if not self._stays:
+            self.to(device)
+
+    @contextmanager
+    def staying(self) -> Iterator[None]:
+        """Inside, the adapter stays on the device of its samplings between them."""
+        self._stays = True
+        try:
+            yield
+        finally:
+            self._stays = False
+            if self._away is not None:
+                self.to(self._away)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Detached copies on the CPU, float32."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -15,6 +15,39 @@ ADVICE = (
     "Turn on gradient_checkpointing in LoRAUpdate, encode fewer prompts per step, or use a smaller latent, a lower "
     "rank or an fp8 model"
 )
+_FULL = ("out of memory", "not enough memory", "not enough gpu video memory", "can't allocate memory")
+"""What torch says of a full memory where it has no class for it: MPS, XPU, DirectML, the CPU, and CUDA in between."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the computer had no memory left."""
+    if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _FULL)
+
+
+def empty_caches() -> None:
+    """Give back what torch keeps for itself of every device's memory."""
+    gc.collect()
+    backends = (torch.cuda.is_available, torch.cuda), (torch.backends.mps.is_available, torch.mps)
+    for is_available, backend in (*backends, (torch.xpu.is_available, torch.xpu)):
+        if is_available():
+            backend.empty_cache()
+
+
+class Limits:
+    """Sizes that were found to fit, by purpose, so that a memory overflows once and not at every update."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[Hashable, int] = {}
+
+    def within(self, purpose: Hashable, size: int) -> int:
+        """``size``, or what is known to fit if that is less."""
+        return min(size, self._sizes.get(purpose, size))
+
+    def found(self, purpose: Hashable, size: int) -> None:
+        """More than ``size`` does not fit."""
+        self._sizes[purpose] = size
 
 
 class MicroBatches:
@@ -24,14 +57,27 @@ class MicroBatches:
     the batch.
     """
 
-    def __init__(self, size: int, prompts: int, *, what: str = "latents", advice: str = ADVICE) -> None:
-        """ValueError if not even one node of ``prompts`` rows fits. ``what`` and ``advice`` are words for messages."""
+    def __init__(
+        self,
+        size: int,
+        prompts: int,
+        *,
+        limits: Limits | None = None,
+        purpose: Hashable = None,
+        what: str = "latents",
+        advice: str = ADVICE,
+    ) -> None:
+        """ValueError if not even one node of ``prompts`` rows fits. ``what`` and ``advice`` are words for messages.
+
+        ``limits`` remembers for the next time what fits, apart for every ``purpose``.
+        """
         if size < prompts:
             raise ValueError(
                 f"max_batch is {size}, but {prompts} prompts are sampled together; "
                 f"set max_batch to at least {prompts} or encode fewer prompts per step"
             )
-        self.size, self.what, self.advice = size, what, advice
+        self.limits, self.purpose, self.what, self.advice = limits or Limits(), purpose, what, advice
+        self.size = max(prompts, self.limits.within(purpose, size))
 
     def run(self, count: int, prompts: int, work: Callable[[slice], None]) -> None:
         """Call ``work`` with slices of ``count`` nodes of ``prompts`` rows each.
@@ -44,7 +90,9 @@ class MicroBatches:
             nodes = slice(first, min(first + self.size // prompts, count))
             try:
                 work(nodes)
-            except torch.cuda.OutOfMemoryError as error:
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 if self.size < 2 * prompts:
                     raise torch.cuda.OutOfMemoryError(
                         f"the device's memory does not hold even {prompts} {self.what} at a time. "
@@ -57,7 +105,6 @@ class MicroBatches:
 
     def _halve(self) -> None:
         self.size //= 2
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        self.limits.found(self.purpose, self.size)
+        empty_caches()
         log.warning("TreeGRPO: out of memory, going on with %d %s at a time", self.size, self.what)

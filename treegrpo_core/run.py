@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from .adapter import Adapter
 from .architectures import OTHER, architecture_named
+from .batches import Limits
 from .files import append_line, check_name, read_lines, write_atomically
 from .history import History
 from .metrics import Metrics
-from .trainer import UpdateSettings, update
+from .trainer import UpdateSettings, follow_device, update
 from .tree import Tree
 
 warn = logging.getLogger("treegrpo")
@@ -79,7 +80,7 @@ class Run:
         self.folder, self.settings, self.adapter = folder, settings, adapter
         self.iteration = 0
         self._known: tuple[int, int, int] | None = None
-        self.history = History()
+        self.history, self.limits = History(), Limits()
         self.average = adapter.state_dict()
         """Exponential moving average of the adapter's weights, one term per update."""
         self.optimizer = torch.optim.AdamW(
@@ -201,21 +202,24 @@ class Run:
                 "back to go on"
             )
         try:
-            metrics = update(
-                trees,
-                self.adapter,
-                self.optimizer,
-                settings,
-                iteration=self.iteration,
-                noise=self.history.replay_noise,
-                average=self.average,
-            )
+            with self.adapter.staying():
+                metrics = update(
+                    trees,
+                    self.adapter,
+                    self.optimizer,
+                    settings,
+                    iteration=self.iteration,
+                    noise=self.history.replay_noise,
+                    average=self.average,
+                    limits=self.limits,
+                )
             self.iteration += 1
             self._move_average()
             self.save(metrics)
         except BaseException:
             self.reload()
             raise
+        follow_device(self.optimizer)  # it leaves the device with the adapter
         self.history.add(json.loads(metrics.model_dump_json()))  # as it will be read from the disk
         return metrics
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .batches import MicroBatches
+from .batches import Limits, MicroBatches
 from .plan import Plan, derive_seed
 from .policy import Denoiser
 from .transition import KERNELS, Prediction, extrapolated, ode_step, step
@@ -165,6 +165,7 @@ def grow(
     store: torch.device | None = None,
     second_order: bool = False,
     score: Score | None = None,
+    limits: Limits | None = None,
 ) -> Growth:
     """Sample the trees of all prompts as one frontier.
 
@@ -176,6 +177,8 @@ def grow(
 
     With ``plan.beam``, ``score`` chooses which nodes go on, in the order they stood in; their predictions are made
     once and used for both, and a node's seed is that of its place among those that went on.
+
+    ``limits`` remembers how many rows fit into the device's memory.
     """
     check_schedule(sigmas, plan)
     if (score is None) != (plan.beam == 0):
@@ -183,7 +186,8 @@ def grow(
     if roots.shape[0] != plan.roots:
         raise ValueError(f"the plan has {plan.roots} roots, got noise for {roots.shape[0]}")
     keys = range(roots.shape[1]) if prompts is None else prompts
-    batches = MicroBatches(max_batch, roots.shape[1])
+    purpose = ("rollout", *roots.shape[2:])
+    batches = MicroBatches(max_batch, roots.shape[1], limits=limits, purpose=purpose)
     sampling = _Sampling(denoise, kernel, eta, seed, keys, batches, roots.device)
     x, forwards = roots.to(store or roots.device), 0
     kept = True  # x belongs to the caller or to a level and must not be written over

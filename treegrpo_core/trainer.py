@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from .adapter import Adapter
-from .batches import MicroBatches
+from .batches import Limits, MicroBatches
 from .metrics import Metrics, Tally, summary
 from .objective import clipped_surrogate, gaussian_kl, normalised_log_ratio
 from .policy import Denoiser
@@ -72,12 +72,14 @@ def update(
     iteration: int = 0,
     noise: float = 0.0,
     average: dict[str, Tensor] | None = None,
+    limits: Limits | None = None,
 ) -> Metrics:
     """Train ``adapter`` on the trees with ``settings.passes`` optimizer steps and return what happened.
 
     ``iteration`` is the number of this update in its run; trees grown at another one are stale and train off-policy.
     ``noise`` is the replay noise known from earlier updates, for stale trees, which cannot measure it. ``average`` has
-    the adapter's weights that ``kl_reference`` "average" stands for.
+    the adapter's weights that ``kl_reference`` "average" stands for. ``limits`` remembers how many rows fit into the
+    device's memory.
 
     Every parent node costs one forward and one backward, whatever its number of children. Trees without any
     advantage (all rewards equal) carry no signal: without a KL term nothing is computed and no weight changes. The
@@ -102,7 +104,7 @@ def update(
     if settings.kl > 0 and settings.kl_reference == "average" and average is None:
         raise ValueError("kl_reference is 'average', but there is no average of the adapter's weights yet")
     start = time.perf_counter()
-    one_pass = _Pass(trees, adapter, average or {}, settings, iteration)
+    one_pass = _Pass(trees, adapter, average or {}, settings, iteration, limits)
     tallies: list[Tally] = []
     for _ in range(settings.passes if settings.kl > 0 or _has_signal(trees) else 0):
         tally = one_pass.gradient(first=not tallies, noise=noise)
@@ -209,13 +211,16 @@ class _Pass:
         average: dict[str, Tensor],
         settings: UpdateSettings,
         iteration: int,
+        limits: Limits | None,
     ) -> None:
         self.trees, self.adapter, self.average = trees, adapter, average
         self.settings, self.iteration = settings, iteration
         self.parameters = adapter.parameters()
         self.edges = [[_Edges(*one, settings.ratio_norm) for one in _to_train(tree)] for tree in trees]
         self.shares = Shares.of(edges.level for levels in self.edges for edges in levels)
-        self.batches = MicroBatches(settings.max_batch, max(len(tree.prompts) for tree in trees))
+        purpose = ("update", settings.gradient_checkpointing, *trees[0].leaves.shape[2:])
+        rows = max(len(tree.prompts) for tree in trees)
+        self.batches = MicroBatches(settings.max_batch, rows, limits=limits, purpose=purpose)
 
     def gradient(self, *, first: bool, noise: float) -> Tally:
         """Leave the gradient in the adapter's parameters and return the pass's sums."""

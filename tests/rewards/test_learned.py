@@ -113,14 +113,18 @@ def test_batches_halve_when_memory_runs_out_and_nothing_is_lost() -> None:
             raise torch.cuda.OutOfMemoryError("full")
         return torch.arange(part.start, part.stop).double()
 
-    assert in_batches(10, 16, work).tolist() == list(range(10))
+    module = torch.nn.Linear(1, 1)
+    assert in_batches(module, 10, 16, work).tolist() == list(range(10))
     assert seen == [10, 8, 4, 2, 2, 2, 2, 2]
+    seen.clear()
+    assert in_batches(module, 4, 16, work).tolist() == list(range(4))
+    assert seen == [2, 2], "what did not fit once is not tried again"
 
     def never(part: slice) -> Tensor:
         raise torch.cuda.OutOfMemoryError("full")
 
     with pytest.raises(torch.cuda.OutOfMemoryError):
-        in_batches(2, 2, never)
+        in_batches(torch.nn.Linear(1, 1), 2, 2, never)
 
 
 # what is refused of a checkpoint

@@ -223,7 +223,7 @@ def load_reward(name: str, *, source: str = "", locate: Callable[[Checkpoint], P
         return make(source=source, locate=locate) if info.source or info.checkpoints else make()
     except _FAULTS as error:
         known_fault = isinstance(error, ValueError) and not isinstance(error, JSONDecodeError)
-        if known_fault or type(error).__name__ == "OutOfMemoryError":
+        if known_fault or _is_out_of_memory(error):
             raise
         raise ValueError(
             f"reward {name!r} cannot be made of its files or its source ({type(error).__name__}: {error}); check them "
@@ -278,20 +278,22 @@ _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, Runtime
 
 
 def _scored(reward: Reward, images: Tensor, prompts: list[str]) -> Tensor:
-    import torch
-
     try:
         return reward.score(images, prompts)
-    except torch.cuda.OutOfMemoryError:
-        raise
     except _FAULTS as error:
-        if repr(reward.name) in str(error):
+        if repr(reward.name) in str(error) or _is_out_of_memory(error):
             raise
         height, width = images.shape[1:3]
         raise ValueError(
             f"reward {reward.name!r} failed on {len(images)} pictures of {width} x {height}: {error} "
             f"({type(error).__name__}); mend what it says, or take this reward out"
         ) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    from ..batches import is_out_of_memory
+
+    return is_out_of_memory(error)
 
 
 def _checked(name: str, scores: Tensor, prompts: list[str]) -> Tensor:

@@ -74,4 +74,6 @@ class Aesthetic:
         """images: (N, H, W, 3) float RGB in [0, 1], any size. Returns (N,) float32 on the CPU."""
         check_pictures(images, prompts)
         side, device = self.module.visual.side, self.module.visual.proj.device
-        return in_batches(len(images), BATCH, lambda part: self.module(cropped(images[part], side).to(device)))
+        return in_batches(
+            self.module, len(images), BATCH, lambda part: self.module(cropped(images[part], side).to(device))
+        )

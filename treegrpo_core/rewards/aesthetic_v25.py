@@ -150,7 +150,9 @@ class AestheticV25:
         check_pictures(images, prompts)
         tower = self.module.tower
         device = tower.post_layernorm.weight.device
-        return in_batches(len(images), BATCH, lambda part: self.module(squared(images[part], tower.side).to(device)))
+        return in_batches(
+            self.module, len(images), BATCH, lambda part: self.module(squared(images[part], tower.side).to(device))
+        )
 
 
 def squared(images: Tensor, side: int) -> Tensor:

@@ -229,4 +229,4 @@ def cosines(
         of_image = F.normalize(clip.visual(prepare(images[part], clip.visual.side).to(device)), dim=1)
         return (of_image * torch.stack([of_text[prompt] for prompt in prompts[part]])).sum(1)
 
-    return in_batches(len(images), BATCH, work)
+    return in_batches(clip, len(images), BATCH, work)

@@ -80,7 +80,7 @@ class HpsV3:
             pixels, ids = resized(images[part], height, width), self.ids(prompts[part], tokens)
             return self.module(pixels.to(device), ids.to(device))[:, 0]
 
-        return in_batches(len(images), BATCH, work)
+        return in_batches(self.module, len(images), BATCH, work)
 
     def ids(self, prompts: list[str], tokens: int) -> Tensor:
         """N texts -> (N, T) token ids: Qwen2-VL's chat around the picture and the instruction, padded behind."""

@@ -64,4 +64,4 @@ class ImageReward:
             pixels = cropped(images[part], self.module.blip.shape.side, odd="even")
             return self.module(pixels.to(device), ids[part], there[part])
 
-        return in_batches(len(images), BATCH, work)
+        return in_batches(self.module, len(images), BATCH, work)

@@ -17,6 +17,7 @@ import torch
 from comfy_api.latest import ComfyExtension, io
 from torch import nn
 
+from . import flow
 from .models import MODELS, TOKENS, build, conditioning, fill
 from .patches import TestMovingGuider, TestPatch
 
@@ -368,4 +369,5 @@ class Extension(ComfyExtension):
             TestLateInPlace,
             TestPatch,
             TestMovingGuider,
+            *flow.NODES,
         ]
