@@ -11,6 +11,7 @@ from toy import LATENT, ToyModel, grow_toy, toy_run, with_rewards
 
 from tools.measure_memory import measure
 from treegrpo_core.adapter import Adapter
+from treegrpo_core.batches import MicroBatches, empty_caches
 from treegrpo_core.differentiable import Differentiable
 from treegrpo_core.memory import Activations, Estimate, blocks, gradient_checkpointing, measure_activations
 from treegrpo_core.plan import dance_grpo_plan, tree_plan
@@ -73,6 +74,93 @@ def test_out_of_memory_halves_the_micro_batches_and_changes_nothing_else(tmp_pat
     assert (metrics.nfe_train, metrics.loss) == (expected.nfe_train, expected.loss)
     lines = [record.message for record in caplog.records]
     assert lines.count("TreeGRPO: out of memory, going on with 4 latents at a time") == 2  # rollout and update
+
+
+def test_what_fits_is_remembered_for_the_next_update(tmp_path, caplog):
+    run, policy = toy_run(tmp_path)
+    policy.denoiser = SmallDevice(policy.model, 5)
+    for update in range(3):
+        run.update([with_rewards(grow_toy(policy, tree_plan(10, start=1)))], UpdateSettings())
+        halvings = [record for record in caplog.records if "out of memory" in record.message]
+        assert len(halvings) == 2 * 4, f"64, 32, 16, 8, 4 in rollout and update, and never again ({update})"
+    caplog.clear()
+    prompts = [str(number) for number in range(5)]
+    run.update([with_rewards(grow_toy(policy, tree_plan(10, start=1), prompts=prompts))], UpdateSettings())
+    assert not caplog.records, "more prompts than the remembered rows still go together"
+
+
+FULL = [
+    torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB, other allocations: 1.00 GB, max allowed: 9 GB)."),
+    RuntimeError("XPU out of memory. Tried to allocate 20.00 GiB (GPU 0; 15.9 GiB total capacity)"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:114] data. DefaultCPUAllocator: not enough memory: you tried to "),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
+    RuntimeError("CUDA error: out of memory"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", FULL, ids=lambda error: str(error)[:20])
+def test_a_full_memory_is_known_on_every_kind_of_device(error):
+    done = []
+
+    def work(nodes):
+        if nodes.stop - nodes.start > 2:
+            raise error
+        done.append(nodes)
+
+    MicroBatches(8, 1).run(4, 1, work)
+    assert done == [slice(0, 2), slice(2, 4)]
+
+
+def test_another_error_is_no_full_memory():
+    calls = []
+
+    def work(nodes):
+        calls.append(nodes)
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="mat1"):
+        MicroBatches(8, 1).run(4, 1, work)
+    assert len(calls) == 1
+
+
+def test_the_cache_of_every_kind_of_device_is_emptied(monkeypatch):
+    emptied = []
+    for name, place in (("cuda", torch.cuda), ("mps", torch.backends.mps), ("xpu", torch.xpu)):
+        monkeypatch.setattr(place, "is_available", lambda: True)
+        monkeypatch.setattr(getattr(torch, name), "empty_cache", lambda name=name: emptied.append(name))
+    empty_caches()
+    assert emptied == ["cuda", "mps", "xpu"]
+
+
+def test_the_adapter_leaves_the_device_after_a_sampling_and_only_then_after_an_update(tmp_path, monkeypatch):
+    run, policy = toy_run(tmp_path)
+    use, places = policy.use, []
+
+    def on_a_device(*args, **options):
+        """As in the host: to the device for each sampling, and away when it is over."""
+        run.adapter.to("device")
+        try:
+            return use(*args, **options)
+        finally:
+            run.adapter.leave("away")
+
+    monkeypatch.setattr(policy, "use", on_a_device)
+    monkeypatch.setattr(run.adapter, "to", places.append)
+    tree = with_rewards(grow_toy(policy))
+    assert places == ["device", "away"]
+    run.update([tree], UpdateSettings(passes=3))
+    assert places == ["device", "away"] + ["device"] * 3 + ["away"], "the optimizer steps on the device too"
+    assert not tree.leaves.is_inference()
+
+
+def test_moving_an_adapter_in_inference_mode_leaves_it_trainable():
+    adapter = Adapter(Deep(), rank=2, alpha=2.0, targets="all linear", seed=0)
+    with torch.inference_mode():
+        adapter.to(torch.float64)  # as good as another device
+        adapter.to(torch.float32)
+    assert not any(parameter.data.is_inference() for parameter in adapter.parameters())
 
 
 def test_a_node_that_does_not_fit_alone_is_an_error_with_advice(tmp_path):

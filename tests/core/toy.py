@@ -90,6 +90,7 @@ def grow_toy(
     plan = plan or tree_plan(10, start=1)
     roots = roots_for(plan, len(prompts), seed, dtype)
     options: dict[str, Any] = {"kernel": kernel, "eta": eta, "seed": seed, "max_batch": max_batch}
+    options["limits"] = policy.run.limits
     growth = policy.use(lambda denoise: grow(denoise, roots, SIGMAS, plan, **options), train=False)
     return Tree(plan, SIGMAS, kernel, eta, tuple(prompts), policy, policy.run.iteration, growth)  # type: ignore[arg-type]
 

@@ -39,6 +39,27 @@ def test_a_run_begins_with_an_estimate_of_its_memory(comfy, graph, run_name):
     assert "leaves room for" in lines[0]
 
 
+def test_only_runs_that_are_used_are_kept(comfy, run_name):
+    """The last one of a loaded model; after /free, which drops the model, none."""
+    for number in range(3):
+        graph = Graph()
+        nodes = training(graph, f"{run_name} {number}")
+        count = graph.add("TestCount", classes="Run Adapter AdamW", after=nodes.update[3])
+        assert comfy.run(graph)[count]["alive"] == [1, 1, 1]
+    comfy.free()
+    graph = Graph()
+    count = graph.add("TestCount", classes="Run Adapter AdamW SD3")
+    assert comfy.run(graph)[count]["alive"] == [0, 0, 0, 0]
+
+
+def test_a_run_is_one_for_all_nodes_of_a_graph(comfy, graph, run_name):
+    nodes = training(graph, run_name)
+    again = graph.add("TreeGRPOPolicy", **{**graph.inputs(nodes.policy), "model": nodes.model[0], "seed": 0})
+    nodes.set("update", policy=again[0])
+    count = graph.add("TestCount", classes="Run", after=nodes.update[3])
+    assert comfy.run(graph)[count]["alive"] == [1]
+
+
 def test_a_node_after_another_update_renders_as_before(comfy, graph, run_name):
     """The update takes VAE and text encoder off the device; they come back by themselves."""
     nodes = training(graph, run_name)

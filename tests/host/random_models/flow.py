@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from typing import Any
 
@@ -85,4 +86,23 @@ class TestTexts(io.ComfyNode):
         return io.NodeOutput(["fox on blue", "tulip on white"])
 
 
-NODES: list[type[io.ComfyNode]] = [TestWaiting, TestNativeLoop, TestGraph, TestTexts]
+class TestCount(io.ComfyNode):
+    """Shows how many objects of classes of these names are alive, of which none is held by a cycle alone."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        inputs = [io.String.Input("classes"), Anything.Input("after", optional=True)]
+        return io.Schema(node_id=cls.__name__, category="test", inputs=inputs, outputs=[], is_output_node=True)
+
+    @classmethod
+    def fingerprint_inputs(cls, **_: Any) -> float:
+        return float("nan")
+
+    @classmethod
+    def execute(cls, classes: str, after: Any = None) -> io.NodeOutput:
+        gc.collect()
+        alive = [type(one).__name__ for one in gc.get_objects()]
+        return io.NodeOutput(ui={"alive": [alive.count(name) for name in classes.split()]})
+
+
+NODES: list[type[io.ComfyNode]] = [TestWaiting, TestNativeLoop, TestGraph, TestTexts, TestCount]
