@@ -22,7 +22,7 @@ from typing import Any
 from tools import measure_memory
 from tools.host import ROOT
 
-from . import figures, full_size, host, ideas, iteration, learning, profile, report, search
+from . import figures, full_size, host, ideas, iteration, learning, loops, profile, report, search
 
 RESULTS = ROOT / "benchmarks" / "results.json"
 PROMPTS = ["fox on blue", "tulip on white", "owl on green", "apple on yellow", "crab on pink", "panda on red"]
@@ -56,9 +56,10 @@ SECTIONS: dict[str, Callable[[int], Any]] = {
     "ideas": ideas.measure,
     "search": lambda _: search.measure(),
     "full-size": lambda _: full_size.measure_all(),
+    "loops": lambda _: loops.measure(),
 }
 """Name -> what measures it, given the number of repetitions."""
-LONG = ("ideas", "search", "full-size")
+LONG = ("ideas", "search", "full-size", "loops")
 
 
 def main() -> None:
@@ -81,6 +82,8 @@ def main() -> None:
         learning.run(args.learning or learning.GROUPS)
     report.fill(report.texts(read()))
     figures.draw_pareto()
+    if "loops" in read():
+        figures.draw_loop(read()["loops"]["figures"]["curve"])
     figures.draw_iteration([row for row in read()["iteration"]["figures"] if row["prompts"] == len(PROMPTS)])
     print(f"{RESULTS} and {report.PAGE}, {time.time() - start:.0f} s")
 

@@ -33,6 +33,21 @@ def draw_iteration(rows: Sequence[dict[str, Any]]) -> None:
     figure.savefig(IMAGES / "iteration.png", dpi=130)
 
 
+def draw_loop(curve: Sequence[dict[str, Any]]) -> None:
+    """Time of an update and memory of the server along one loop."""
+    figure, (above, below) = pyplot.subplots(2, sharex=True, figsize=(8, 4.5), layout="constrained")
+    updates = [point["update"] for point in curve]
+    for name, label in (("seconds", "by the clock"), ("computing", "computing")):
+        above.plot(updates, [point[name] for point in curve], label=label)
+    below.plot(updates, [point["memory"] / 1e6 for point in curve])
+    above.set(ylabel="seconds per update", ylim=(0, None))
+    below.set(ylabel="resident memory, MB", ylim=(0, None), xlabel="update")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    above.legend()
+    figure.savefig(IMAGES / "loop.png", dpi=130)
+
+
 def draw_pareto() -> None:
     """Held-out gain against seconds of training, a curve per way, means over seeds."""
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")

@@ -169,6 +169,23 @@ def _host(figures: dict[str, Any]) -> str:
     return markdown(["what is waited for", "seconds"], rows)
 
 
+def _loops(figures: dict[str, Any]) -> str:
+    first, last = figures["first"], figures["last"]
+    rows = [
+        ["seconds by the clock, median", *(f"{one['seconds']:.3f}" for one in (first, last))],
+        ["seconds of computing, median", *(f"{one['computing']:.3f}" for one in (first, last))],
+        ["resident memory, median", *(f"{one['memory'] / 1e6:.1f} MB" for one in (first, last))],
+        ["messages to the page", *(f"{one['messages']:.2f}" for one in (first, last))],
+        ["their size", *(f"{one['bytes'] / 1000:.2f} kB" for one in (first, last))],
+    ]
+    shares = [
+        f"{last[name] / first[name] - 1:+.1%}" for name in ("seconds", "computing", "memory", "messages", "bytes")
+    ]
+    begin, part, end = figures["warm"], figures["compared"], figures["updates"]
+    head = ["of one update", f"updates {begin} to {begin + part}", f"{end - part} to {end}", "difference"]
+    return markdown(head, [[*row, share] for row, share in zip(rows, shares, strict=True)])
+
+
 TABLES: dict[str, Callable[[Any], str]] = {
     "iteration, one prompt": _iteration(1, 1.0),
     "iteration, six prompts": _iteration(6, 1.0),
@@ -180,6 +197,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "host": _host,
     "ideas": _ideas,
     "search": _search,
+    "loops": _loops,
 }
 """Place in the page -> what writes it; the section of the results is the part before the comma."""
 

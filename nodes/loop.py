@@ -78,10 +78,7 @@ class Body:
         inputs = {node: _links(graph, node) for node in graph.all_node_ids()}
         inside = (_descendants(inputs, start) - _descendants(inputs, end)) - {end}
         shown = [node for node in inputs if node in inside and _is_output_node(graph, node)]
-        results = {
-            name: (value[0], value[1]) for name, value in graph.get_node(end)["inputs"].items() if is_link(value)
-        }
-        policy, tree = results["policy"], results["tree"]
+        policy, tree = (_link(graph.get_node(end)["inputs"][name]) for name in ("policy", "tree"))
         targets = dict.fromkeys([*shown, *(node for node, _ in (policy, tree) if node in inside)])
         nodes: set[str] = set()
         pending = list(targets)
@@ -128,13 +125,15 @@ def _descendants(inputs: dict[str, set[Link]], origin: str) -> set[str]:
 
 
 def _is_output_node(graph: Any, node: str) -> bool:
-    return bool(getattr(core_nodes.NODE_CLASS_MAPPINGS[graph.get_node(node)["class_type"]], "OUTPUT_NODE", False))
+    node_class = core_nodes.NODE_CLASS_MAPPINGS.get(graph.get_node(node)["class_type"])
+    return bool(getattr(node_class, "OUTPUT_NODE", False))
 
 
 def hold_outside(queued: dict[str, Any]) -> dict[str, Any]:
     """The queued message, in which every LoopEnd takes what its loop's body needs from outside; for core's server.
 
-    Without, core would forget these values or run their nodes again, where little is kept in its caches.
+    Without, core would forget these values or run their nodes again, where little is kept in its caches. What is wrong
+    with a graph, core will say.
     """
     prompt = queued.get("prompt")
     if not isinstance(prompt, dict):
@@ -145,8 +144,10 @@ def hold_outside(queued: dict[str, Any]) -> dict[str, Any]:
             continue
         inputs = {name: value for name, value in node["inputs"].items() if not name.startswith(OUTSIDE)}
         node["inputs"] = inputs  # those of an earlier Queue, read out of a picture, are forgotten
-        start = _link(inputs["loop"])[0]
-        if prompt[start]["class_type"] == "TreeGRPOLoopStart":
+        if not all(is_link(inputs.get(name)) for name in ("loop", "policy", "tree")):
+            continue
+        start = inputs["loop"][0]
+        if prompt.get(start, {}).get("class_type") == "TreeGRPOLoopStart":
             inputs.update(_held(Body.of(graph, start, end).outside))
     return queued
 
@@ -227,14 +228,7 @@ class LoopEnd(io.ComfyNode):
                 ),
                 LossMapType.Output(display_name="LOSS_MAP", tooltip="For core's Plot Loss Graph."),
             ],
-            # Beside the graph, what core gives to the nodes of the body.
-            hidden=[
-                io.Hidden.unique_id,
-                io.Hidden.dynprompt,
-                io.Hidden.extra_pnginfo,
-                io.Hidden.auth_token_comfy_org,
-                io.Hidden.api_key_comfy_org,
-            ],
+            hidden=list(io.Hidden),  # beside the graph, what core gives to nodes of the body that ask for it
         )
 
     @classmethod
@@ -254,10 +248,11 @@ class LoopEnd(io.ComfyNode):
         body = Body.of(graph, first.loop.start, first.end)
         body.check(graph)
         values = {_link(link): outside[name] for name, link in inputs.items() if name in outside}
-        if body.outside - values.keys():
+        if body.outside - values.keys() and not first.loop.is_over(1):
             return _expanded(graph, first, body)
         await let_others_finish(graph, body.nodes)
-        again = Again(graph, body.nodes, body.targets, values, _for_the_body(cls.hidden))
+        hidden = {one.name: getattr(cls.hidden, one.name) for one in io.Hidden}
+        again = Again(graph, body.nodes, body.targets, values, hidden)
         try:
             last = await _all_rounds(first, body, again, host.progress(first.loop.iterations, own))
         except NodeFailedError as failed:
@@ -277,12 +272,6 @@ def _expanded(graph: Any, first: Round, body: Body) -> io.NodeOutput:
     inputs = {ROUND_INPUT: first, **_held(body.outside)}
     node = {"class_type": graph.get_node(first.end)["class_type"], "inputs": inputs, "override_display_id": first.end}
     return io.NodeOutput(*([copy, slot] for slot in range(4)), expand={copy: node})
-
-
-def _for_the_body(hidden: Any) -> dict[str, Any]:
-    """What core gives to every node that asks for it, as it does."""
-    names = ("extra_pnginfo", "auth_token_comfy_org", "api_key_comfy_org")
-    return {name: getattr(hidden, name) for name in names}
 
 
 async def _all_rounds(first: Round, body: Body, again: Again, progress: Any) -> Round:

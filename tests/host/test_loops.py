@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from urllib.error import HTTPError
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from benchmarks import loops
-from tools.client import ExecutionError, Graph
+from tools.client import ExecutionError, Graph, InvalidGraphError
 from tools.host import Server
 
 PACK = Path(__file__).parent / "random_models"
@@ -210,6 +211,20 @@ def test_two_ends_of_one_loop(comfy, graph, run_name):
     graph.add("TreeGRPOLoopEnd", loop=nodes.start[0], policy=nodes.update[0], tree=nodes.advantage[0])
     with pytest.raises(ExecutionError, match="two TreeGRPO Loop Ends have the same Loop Start"):
         comfy.run(graph)
+
+
+@pytest.mark.parametrize("fault", ["open", "unknown", "dangling"])
+def test_a_wrong_graph_with_a_loop_is_refused_by_core_as_ever(comfy, graph, run_name, fault):
+    nodes, said = training(graph, run_name, iterations=2), len(comfy.log())
+    if fault == "open":
+        del graph.inputs(nodes.end)["tree"]
+    if fault == "unknown":
+        graph[nodes.scorer.id]["class_type"] = "NoSuchNode"
+    if fault == "dangling":
+        del graph[nodes.start.id]
+    with pytest.raises((InvalidGraphError, HTTPError)):
+        comfy.run(graph)
+    assert "on_prompt_handler" not in comfy.log()[said:]
 
 
 def test_a_queued_graph_read_from_a_picture_is_queued_again(comfy, graph, run_name):
