@@ -48,7 +48,7 @@ def test_only_runs_that_are_used_are_kept(comfy, run_name):
         assert comfy.run(graph)[count]["alive"] == [1, 1, 1]
     comfy.free()
     graph = Graph()
-    count = graph.add("TestCount", classes="Run Adapter AdamW SD3")
+    count = graph.add("TestCount", classes="Run Adapter AdamW OpenAISignatureMMDITWrapper")
     assert comfy.run(graph)[count]["alive"] == [0, 0, 0, 0]
 
 

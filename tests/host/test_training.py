@@ -53,15 +53,9 @@ def test_every_update_counts_its_forwards_and_starts_at_ratio_one(comfy, graph, 
 
 
 def test_a_loop_runs_its_updates_in_one_queue_and_goes_on_in_the_next(comfy, graph, run_name):
-    nodes = training(graph, run_name, iterations=3)
-    preview = graph.add("TreeGRPOPreview", tree=nodes.advantage[0], prompt=1)
-    last = graph.add("TreeGRPOPreview", tree=nodes.end[1], prompt=0)
-    outputs = comfy.run(graph)
+    training(graph, run_name, iterations=3)
+    comfy.run(graph)
     assert len(log_of(comfy, run_name)) == 3
-    drawn = [name for name, shown in outputs.ui.items() if "images" in shown and name != last.id]
-    assert len(drawn) == 3, "the preview inside the loop is drawn for every update"
-    assert comfy.images(outputs[preview]).shape[3] == 3
-    assert comfy.images(outputs[last]).std() > 10
     comfy.run(graph)
     assert [entry["iteration"] for entry in log_of(comfy, run_name)] == list(range(6))
 
