@@ -72,22 +72,10 @@ def measure(updates: int = UPDATES, arguments: Sequence[str] = ()) -> dict[str, 
     """The figures of a loop in a new server: the last hundred updates beside the first after warming up."""
     with Server(arguments=arguments) as comfy:
         watch = watched(comfy, updates)
-    warm = min(WARM, updates // 3)
-    part = min(100, updates // 3)
-    parts = {"first": slice(warm, warm + part), "last": slice(-part, None)}
     memory = [row["memory"] for row in watch.rows]
-    every = max(1, updates // 250)
     seconds, computing = watch.per_update("time"), watch.per_update("computing")
-    found: dict[str, Any] = {"updates": updates, "arguments": list(arguments), "compared": part, "warm": warm}
-    for name, where in parts.items():
-        found[name] = {
-            "seconds": statistics.median(seconds[where]),
-            "computing": statistics.median(computing[where]),
-            "memory": statistics.median(memory[where]),
-            "messages": statistics.mean(watch.per_update("messages")[where]),
-            "bytes": statistics.mean(watch.per_update("bytes")[where]),
-        }
-    found["curve"] = [
+    every = max(1, updates // 250)
+    curve = [
         {
             "update": at,
             "seconds": statistics.median(seconds[at : at + every]),
@@ -96,7 +84,23 @@ def measure(updates: int = UPDATES, arguments: Sequence[str] = ()) -> dict[str, 
         }
         for at in range(0, updates - 1, every)
     ]
-    return found
+    warm, part = min(WARM, updates // 3), min(100, updates // 3)
+    found: dict[str, Any] = {"updates": updates, "arguments": list(arguments), "compared": part, "warm": warm}
+    for name, begin in (("first", warm), ("last", updates - 1 - part)):
+        where = slice(begin, begin + part)
+        found[name] = {
+            "seconds": statistics.median(seconds[where]),
+            "computing": mean_computing(curve, begin, part),
+            "memory": statistics.median(memory[where]),
+            "messages": statistics.mean(watch.per_update("messages")[where]),
+            "bytes": statistics.mean(watch.per_update("bytes")[where]),
+        }
+    return {**found, "curve": curve}
+
+
+def mean_computing(curve: Sequence[dict[str, Any]], begin: int, count: int) -> float:
+    """Mean over the curve's points among these updates: the system counts in hundredths, and medians are such."""
+    return statistics.mean(point["computing"] for point in curve if begin <= point["update"] < begin + count)
 
 
 if __name__ == "__main__":

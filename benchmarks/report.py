@@ -173,7 +173,7 @@ def _loops(figures: dict[str, Any]) -> str:
     first, last = figures["first"], figures["last"]
     rows = [
         ["seconds by the clock, median", *(f"{one['seconds']:.3f}" for one in (first, last))],
-        ["seconds of computing, median", *(f"{one['computing']:.3f}" for one in (first, last))],
+        ["seconds of computing, mean", *(f"{one['computing']:.3f}" for one in (first, last))],
         ["resident memory, median", *(f"{one['memory'] / 1e6:.1f} MB" for one in (first, last))],
         ["messages to the page", *(f"{one['messages']:.2f}" for one in (first, last))],
         ["their size", *(f"{one['bytes'] / 1000:.2f} kB" for one in (first, last))],
