@@ -39,9 +39,10 @@ def draw_loop(curve: Sequence[dict[str, Any]]) -> None:
     updates = [point["update"] for point in curve]
     for name, label in (("seconds", "by the clock"), ("computing", "computing")):
         above.plot(updates, [point[name] for point in curve], label=label)
-    below.plot(updates, [point["memory"] / 1e6 for point in curve])
+    memory = [point["memory"] / 1e6 for point in curve]
+    below.plot(updates, memory)
     above.set(ylabel="seconds per update", ylim=(0, None))
-    below.set(ylabel="resident memory, MB", ylim=(0, None), xlabel="update")
+    below.set(ylabel="resident memory, MB", ylim=(0, 1.2 * max(memory)), xlabel="update")
     for axes in (above, below):
         axes.grid(alpha=0.3)
     above.legend()
