@@ -254,7 +254,7 @@ class LoopEnd(io.ComfyNode):
         hidden = {one.name: getattr(cls.hidden, one.name) for one in io.Hidden}
         again = Again(graph, body.nodes, body.targets, values, hidden)
         try:
-            last = await _all_rounds(first, body, again, host.progress(first.loop.iterations, own))
+            last = await _all_rounds(first, body, again, own)
         except NodeFailedError as failed:
             # Core shows the failure at the node that an added node comes from: here at the one that has failed.
             graph.add_ephemeral_node(own, graph.get_node(own), failed.node, failed.node)
@@ -274,10 +274,14 @@ def _expanded(graph: Any, first: Round, body: Body) -> io.NodeOutput:
     return io.NodeOutput(*([copy, slot] for slot in range(4)), expand={copy: node})
 
 
-async def _all_rounds(first: Round, body: Body, again: Again, progress: Any) -> Round:
-    """The last update's results."""
+async def _all_rounds(first: Round, body: Body, again: Again, shown_at: str) -> Round:
+    """The last update's results; progress is shown at the node ``shown_at``."""
     loop, policy, tree, done = first.loop, first.policy, first.tree, 1
-    progress.update_absolute(done)
+
+    def progress() -> None:  # by a bar of its own, because newer cores' bars tell not every step
+        host.progress(loop.iterations, shown_at).update_absolute(done)
+
+    progress()
     while not loop.is_over(done):
         for old in tree:
             _forget(old, again.outside)
@@ -288,7 +292,7 @@ async def _all_rounds(first: Round, body: Body, again: Again, progress: Any) -> 
         if any(isinstance(value, ExecutionBlocker) for value in (*policy, *tree)):
             break
         done += 1
-        progress.update_absolute(done)
+        progress()
     return Round(loop, first.end, policy, tree)
 
 
