@@ -47,6 +47,8 @@ class Found:
     """Keys for text encoders; they are not in ``file``."""
     peft_magnitudes: bool = False
     """Whether a DoRA's magnitudes are those of PEFT, by the norms of the changed weights."""
+    needs: str | None = None
+    """The program that alone reads the settings in which the scale of the matrices stands (PEFT or diffusers)."""
     notes: tuple[str, ...] = ()
     """What was left out or taken for granted, a sentence each."""
 
@@ -127,7 +129,9 @@ def read_any(path: Path, architecture: Architecture | None = None, model_layers:
         family, layers = _understood(by_name, format_, architecture, named, model_layers)
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from None
-    return Found(LoraFile(layers, header, family), path, format_, text_encoder, peft_magnitudes, tuple(notes))
+    scaled = settings and any(parts.A in layer and parts.scale(layer) != 1 for layer in layers.values())
+    needs = ("PEFT" if config else "diffusers") if scaled else None
+    return Found(LoraFile(layers, header, family), path, format_, text_encoder, peft_magnitudes, needs, tuple(notes))
 
 
 def _by_name(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], Format, bool]:

@@ -43,7 +43,8 @@ def describe(path: Path, architecture: Architecture | None = None) -> str:
     for to in FORMATS:
         more = [program for program in loaded_by(file.architecture, to, kinds) if program not in _loaders(found, kinds)]
         # The command has no base weights, without which a DoRA cannot go to diffusers or come from it.
-        if to != found.format and more and not ("DoRA" in kinds and "diffusers" in (to, found.format)):
+        changed = to != found.format or found.needs
+        if changed and more and not ("DoRA" in kinds and "diffusers" in (to, found.format)):
             lines[f"as {to} also in"] = ", ".join(more)
     notes = list(found.notes)
     if any(_sort(name, file.architecture) == "other" for name in file.layers):
@@ -59,7 +60,10 @@ def _one_line(text: str) -> str:
 
 
 def _loaders(found: Found, kinds: set[str]) -> list[str]:
-    return loaded_by(found.file.architecture, found.format, kinds)
+    programs = loaded_by(found.file.architecture, found.format, kinds)
+    if found.needs:
+        return ["PEFT"] if found.needs == "PEFT" else [program for program in programs if program == found.needs]
+    return programs
 
 
 def _counted(values: Iterable[str]) -> str:

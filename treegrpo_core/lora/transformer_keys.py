@@ -257,6 +257,7 @@ WAN = [
         },
     ),
     Rule("head.head", ("proj_out",)),
+    *_same("patch_embedding"),
 ]
 
 TRANSFORMERS: dict[str, list[Rule]] = {
