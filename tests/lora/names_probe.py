@@ -70,7 +70,9 @@ class TextEncoder:
     def state_dict(self) -> dict[str, None]:
         clip = "text_model.encoder.layers.0.mlp.fc1.weight"
         t5 = "t5xxl.transformer.encoder.block.0.layer.0.SelfAttention.q.weight"
-        return dict.fromkeys([f"clip_l.transformer.{clip}", f"clip_g.transformer.{clip}", f"clip_h.transformer.{clip}", t5])
+        return dict.fromkeys(
+            [f"clip_l.transformer.{clip}", f"clip_g.transformer.{clip}", f"clip_h.transformer.{clip}", t5]
+        )
 
 
 def load_rest(file: Asked) -> None:
@@ -82,7 +84,10 @@ if __name__ == "__main__":
     report = {
         "layers": {family: dict(names_of(built(*settings))) for family, settings in FAMILIES.items()},
         "endings": {
-            **{name: endings_of(lambda file, kind=kind: kind.load("x", file, None, None, set())) for name, kind in loaders.items()},
+            **{
+                name: endings_of(lambda file, kind=kind: kind.load("x", file, None, None, set()))
+                for name, kind in loaders.items()
+            },
             "any": endings_of(load_rest),
         },
         "text_encoders": sorted(comfy.lora.model_lora_keys_clip(TextEncoder(), {})),

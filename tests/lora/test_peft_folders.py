@@ -130,7 +130,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         "says rank 3 for layer transformer_blocks.0.ff.net.2",
     ),
     "patterns as a list": ({"r": 2, "lora_alpha": 8, "alpha_pattern": [1]}, r"alpha_pattern is \[1\]"),
-    "no pattern": ({"r": 2, "lora_alpha": 8, "alpha_pattern": {"(": 1}}, r"alpha_pattern has '\(', which is no pattern"),
+    "no pattern": (
+        {"r": 2, "lora_alpha": 8, "alpha_pattern": {"(": 1}},
+        r"alpha_pattern has '\(', which is no pattern",
+    ),
     "DoRA without magnitudes": ({"r": 2, "lora_alpha": 8, "use_dora": True}, "use_dora True, but layer .* lacks a"),
     "another kind": ({"peft_type": "LOHA", "r": 2, "alpha": 8}, "says peft_type LOHA, but layer .* is LoRA"),
     "a kind that is not read": ({"peft_type": "BOFT"}, "says peft_type BOFT; only LORA, LOHA, LOKR can be read"),
@@ -220,7 +223,9 @@ def test_diffusers_folder(tmp_path: Path) -> None:
     write(tmp_path / "pytorch_lora_weights.safetensors", LoraFile(layers, {}, SD3), "diffusers")
     found = read_any(tmp_path)
     assert found.path.name == "pytorch_lora_weights.safetensors"
-    assert torch.equal(found.file.layers["joint_blocks.0.x_block.attn.proj"][parts.B], next(iter(layers.values()))[parts.B])
+    assert torch.equal(
+        found.file.layers["joint_blocks.0.x_block.attn.proj"][parts.B], next(iter(layers.values()))[parts.B]
+    )
 
 
 @pytest.mark.parametrize("prefix", ["transformer.", ""])

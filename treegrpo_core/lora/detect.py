@@ -52,6 +52,11 @@ def family_of(
     return by_name[next(iter(fitting))] if fitting else None
 
 
+def is_of_published_size(family: Architecture, layers: Layers) -> bool:
+    """False if no published model of the family has these layers in these sizes; True where that is not known."""
+    return family.name not in shapes.SIZES or shapes.published(family, places(key_map(family), layers), layers)
+
+
 def common_rules(layers: Layers) -> KeyMap | None:
     """The rules of the families that know all layers, if the names mean the same layers in all of them."""
     fitting = _fitting(layers, also=False) or _fitting(layers, also=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..architectures import OTHER, Architecture
 from . import parts, peft_settings
-from .detect import common_rules, family_of, no_family, places
+from .detect import common_rules, family_of, is_of_published_size, no_family, places
 from .endings import EMBEDDINGS, MAGNITUDE, TEXT_ENCODERS, Format, kind_of_other, take_apart
 from .header import named_architecture, names_another_family
 from .keys import KeyMap, Rule, key_map
@@ -127,6 +127,11 @@ def read_any(path: Path, architecture: Architecture | None = None, model_layers:
         if architecture is None and named is None and names_another_family(header):
             architecture = OTHER
         family, layers = _understood(by_name, format_, architecture, named, model_layers)
+        if not (architecture or named or is_of_published_size(family, by_name)):
+            notes.append(
+                f"no published model of the family {family.name} has all these layers in these sizes; if it is for a "
+                "model of another family, say so with --architecture"
+            )
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from None
     scaled = settings and any(parts.A in layer and parts.scale(layer) != 1 for layer in layers.values())
@@ -197,7 +202,10 @@ def _understood(
         return OTHER, by_name
     rules = common_rules(by_name)
     if rules is None:
-        raise ValueError(no_family(by_name, None))
+        raise ValueError(
+            f"layer {next(iter(by_name))} has a name of another program, which does not say what layer it is in a "
+            "model of no known family; use a file with ComfyUI's names (diffusion_model.…), or give the family"
+        )
     return OTHER, _native_layers(by_name, rules)
 
 

@@ -44,7 +44,7 @@ def describe(path: Path, architecture: Architecture | None = None) -> str:
         more = [program for program in loaded_by(file.architecture, to, kinds) if program not in _loaders(found, kinds)]
         # The command has no base weights, without which a DoRA cannot go to diffusers or come from it.
         changed = to != found.format or found.needs
-        if changed and more and not ("DoRA" in kinds and "diffusers" in (to, found.format)):
+        if changed and more and not ("DoRA" in kinds and found.peft_magnitudes != (to == "diffusers")):
             lines[f"as {to} also in"] = ", ".join(more)
     notes = list(found.notes)
     if any(_sort(name, file.architecture) == "other" for name in file.layers):

@@ -58,7 +58,7 @@ class KeyMap:
         self._by_flat = _by_part(numbered)
         # A name that both models have means ComfyUI's layer; where it has other rows there, the names differ.
         self._by_flat.update({flat(name): Place(rule, None) for name, rule in self.by_native.items()})
-        self._also = _by_part(_numbered(also))
+        self._also = _by_part(rule for rule in _numbered(also) if rule.native in self.by_native)
 
     def find(self, name: str, *, also: bool = True) -> Place | None:
         """The place of a layer, by ComfyUI's, diffusers' or (``also``) a further name, with dots or underscores."""

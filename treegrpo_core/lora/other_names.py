@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from .keys import BLOCKS, Rule
+from .keys import Rule
 
 SINGLE = "single_transformer_blocks.{}"
 
 
-def _names(native: str, other: str, names: Mapping[str, str], blocks: int = BLOCKS) -> Iterable[Rule]:
-    return (Rule(native + mine, (other + theirs,), blocks=blocks) for mine, theirs in names.items())
+def _names(native: str, other: str, names: Mapping[str, str]) -> Iterable[Rule]:
+    return (Rule(native + mine, (other + theirs,)) for mine, theirs in names.items())
 
 
 def _attention_of_linear1(mlp: int) -> Rule:
@@ -33,7 +33,6 @@ OTHER_NAMES: dict[str, list[Rule]] = {
                 for stream, theirs in (("img", "ff"), ("txt", "ff_context"))
                 for place, way in ((0, "in"), (2, "out"))
             },
-            blocks=19,
         ),
     ],
     "Flux 2": [
