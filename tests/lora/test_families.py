@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from probed import FAMILIES
 from safetensors.torch import save_file
 from torch import Tensor
 
-from treegrpo_core.architectures import OTHER, architecture_named
+from treegrpo_core.architectures import ARCHITECTURES, OTHER, Architecture, architecture_named
 from treegrpo_core.cli import main
 from treegrpo_core.lora import Format, LoraFile, parts, read_lora, to_tensors
+from treegrpo_core.lora.header import named_architecture
 
 Shapes = dict[str, tuple[int, int]]
 """Inputs and outputs by layer."""
@@ -149,6 +151,28 @@ def test_linear1_of_the_right_family_is_split_rightly(family: str, tmp_path: Pat
     assert names == (
         {"attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"} if family == "Flux" else {"attn.to_qkv_mlp_proj"}
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "said", "family"),
+    [
+        ("modelspec.architecture", "flux-2-klein-4b/lora", "Flux 2"),
+        ("modelspec.architecture", "Flux.1-dev/lora", "Flux"),
+        ("modelspec.architecture", "flux-1-schnell/lora", "Flux"),
+        ("ss_base_model_version", "flux2", "Flux 2"),
+        ("ss_base_model_version", "flux1", "Flux"),
+        ("treegrpo.architecture", "Flux 2", "Flux 2"),
+    ],
+)
+def test_the_header_decides(tmp_path: Path, key: str, said: str, family: str) -> None:
+    path = stored(tmp_path / "x", {"double_blocks.0.img_attn.qkv": (3072, 9216)}, header={key: said})
+    assert read_lora(path).architecture.name == family
+
+
+@pytest.mark.parametrize("entry", ARCHITECTURES, ids=FAMILIES)
+def test_every_family_is_known_by_the_names_that_are_written(entry: Architecture) -> None:
+    assert named_architecture({"modelspec.architecture": entry.modelspec}) == entry
+    assert named_architecture({"ss_base_model_version": entry.base_version}) == entry
 
 
 CHROMA: Shapes = {"double_blocks.0.img_attn.qkv": (3072, 9216), "single_blocks.0.linear1": (3072, 21504)}

@@ -22,6 +22,7 @@ PREFIXES: dict[str, Format] = {
     "unet.": "diffusers",
 }
 """What stands before a layer's name, and whose format that is; a name without any is diffusers' or PEFT's."""
+USUAL = ("diffusion_model.", "lora_unet_", "transformer.", "unet.")
 TEXT_ENCODERS = ("lora_te", "text_encoder", "lora_prior_te")
 """How keys for text encoders begin."""
 EMBEDDINGS = "bundle_emb."
@@ -82,6 +83,8 @@ class Pieces(NamedTuple):
     """The layer's, without prefixes."""
     suffix: str
     """What the tensor is: a name of :mod:`.parts`, or :data:`MAGNITUDE`."""
+    usual: bool
+    """Whether the prefix is the format's usual one, which all programs know that read the format."""
 
 
 def take_apart(key: str) -> Pieces | None:
@@ -94,14 +97,15 @@ def take_apart(key: str) -> Pieces | None:
         return None
     groups = match.groupdict()
     suffix = _HALVES[groups["half"]] if "half" in groups else groups["rest"]
-    name, format_ = groups["name"], "diffusers"
+    name, format_, found = groups["name"], "diffusers", []
     while prefix := next((prefix for prefix in PREFIXES if name.startswith(prefix)), None):
         name, format_ = name.removeprefix(prefix), PREFIXES[prefix]
+        found.append(prefix)
     # Diffusers before peft: attn1.processor.to_out_lora.down.weight.
     if ".processor." in name:
         name = name.replace(".processor.", ".")
         name = f"{name}.0" if name.endswith(".to_out") else name
-    return Pieces(format_, name, suffix)  # type: ignore[arg-type]
+    return Pieces(format_, name, suffix, len(found) == 1 and found[0] in USUAL)  # type: ignore[arg-type]
 
 
 def kind_of_other(key: str) -> str | None:

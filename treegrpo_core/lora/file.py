@@ -47,6 +47,8 @@ class Found:
     """Keys for text encoders; they are not in ``file``."""
     peft_magnitudes: bool = False
     """Whether a DoRA's magnitudes are those of PEFT, by the norms of the changed weights."""
+    usual: bool = True
+    """Whether all names have the prefix that programs expect in this format."""
     needs: str | None = None
     """The program that alone reads the settings in which the scale of the matrices stands (PEFT or diffusers)."""
     notes: tuple[str, ...] = ()
@@ -124,7 +126,7 @@ def read_any(path: Path, architecture: Architecture | None = None, model_layers:
                 "is taken with scale 1"
             )
         named = named_architecture(header) or (settings.family if settings else None)
-        if architecture is None and named is None and names_another_family(header):
+        if architecture is None and names_another_family(header):
             architecture = OTHER
         family, layers = _understood(by_name, format_, architecture, named, model_layers)
         if not (architecture or named or is_of_published_size(family, by_name)):
@@ -135,8 +137,16 @@ def read_any(path: Path, architecture: Architecture | None = None, model_layers:
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from None
     scaled = settings and any(parts.A in layer and parts.scale(layer) != 1 for layer in layers.values())
-    needs = ("PEFT" if config else "diffusers") if scaled else None
-    return Found(LoraFile(layers, header, family), path, format_, text_encoder, peft_magnitudes, needs, tuple(notes))
+    return Found(
+        LoraFile(layers, header, family),
+        path,
+        format_,
+        text_encoder,
+        peft_magnitudes,
+        usual=all(pieces.usual for pieces in map(take_apart, own) if pieces),
+        needs="PEFT" if config else "diffusers" if scaled else None,
+        notes=tuple(notes),
+    )
 
 
 def _by_name(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], Format, bool]:

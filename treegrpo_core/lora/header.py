@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..architectures import ARCHITECTURES, OTHER, Architecture
+from ..architectures import ARCHITECTURES, OTHER, Architecture, architecture_named
 from . import parts
 
 COMFYUI = "https://github.com/comfyanonymous/ComfyUI"
@@ -24,13 +24,27 @@ def named_architecture(header: Mapping[str, str]) -> Architecture | None:
     for entry in ARCHITECTURES:
         if header.get("treegrpo.architecture") == entry.name:
             return entry
-    for entry in ARCHITECTURES:
-        if entry.modelspec and header.get("modelspec.architecture") == entry.modelspec:
-            return entry
-    for entry in ARCHITECTURES:
-        if entry.base_version and header.get("ss_base_model_version") == entry.base_version:
-            return entry
-    return None
+    for key in ("modelspec.architecture", "ss_base_model_version"):
+        said = header.get(key, "").lower()
+        for entry in ARCHITECTURES:
+            if re.match(_NAMES[entry.name], said):
+                return entry
+    return architecture_named("SD2") if header.get("ss_v2") == "True" else None
+
+
+_NAMES = {
+    "SD1.5": "stable-diffusion-v1|sd_v1",
+    "SD2": "stable-diffusion-v2|sd_v2",
+    "SDXL": "stable-diffusion-xl|sdxl",
+    "SD3": "stable-diffusion-v?3|sd3",
+    "Flux": r"flux[-_.]?1(?!\d)",
+    "Flux 2": r"flux[-_.]?2(?!\d)",
+    "Qwen-Image": "qwen[-_]?image",
+    "Z-Image": "z[-_]?image",
+    "Lumina 2": "lumina[-_]?(image-)?2",
+    "Wan": "wan",
+}
+"""How trainers begin the names of a family's models, which go on with the version."""
 
 
 def names_another_family(header: Mapping[str, str]) -> bool:

@@ -36,14 +36,15 @@ def describe(path: Path, architecture: Architecture | None = None) -> str:
         "alpha / rank": _counted(f"{parts.scale(layer):g}" for layer in file.layers.values() if parts.A in layer),
         "targets": _targets(file.layers, file.architecture),
         **_history(file.metadata),
-        "loads in": ", ".join(_loaders(found, kinds)) or "no program known",
+        "loads in": ", ".join(_loaders(found, kinds))
+        or ("no program known" if found.usual else "not known; its names are another trainer's"),
     }
     if found.text_encoder:
         lines["text encoders"] = f"{len(found.text_encoder)} keys, which export leaves out only on purpose"
     for to in FORMATS:
         more = [program for program in loaded_by(file.architecture, to, kinds) if program not in _loaders(found, kinds)]
         # The command has no base weights, without which a DoRA cannot go to diffusers or come from it.
-        changed = to != found.format or found.needs
+        changed = to != found.format or found.needs or not found.usual
         if changed and more and not ("DoRA" in kinds and found.peft_magnitudes != (to == "diffusers")):
             lines[f"as {to} also in"] = ", ".join(more)
     notes = list(found.notes)
@@ -61,9 +62,9 @@ def _one_line(text: str) -> str:
 
 def _loaders(found: Found, kinds: set[str]) -> list[str]:
     programs = loaded_by(found.file.architecture, found.format, kinds)
-    if found.needs:
-        return ["PEFT"] if found.needs == "PEFT" else [program for program in programs if program == found.needs]
-    return programs
+    if found.needs == "PEFT":
+        return ["PEFT"]
+    return [program for program in programs if found.usual and found.needs in (None, program)]
 
 
 def _counted(values: Iterable[str]) -> str:
