@@ -39,10 +39,10 @@ TOLD: dict[str, tuple[str, str, Shapes]] = {
     "Flux 2 of another size, by linear2": ("Flux 2", "diffusion_model.", {"single_blocks.3.linear2": (320, 80)}),
     "Flux 2 by its width": ("Flux 2", "diffusion_model.", {"double_blocks.0.img_attn.qkv": (6144, 18432)}),
     "Flux by its blocks": ("Flux", "diffusion_model.", {"double_blocks.11.img_attn.qkv": (3072, 9216)}),
-    "Flux by its single blocks": (
+    "Flux by a block that the Flux 2 of this width lacks": (
         "Flux",
         "diffusion_model.",
-        {"double_blocks.0.img_attn.proj": (3072, 3072), "single_blocks.30.modulation.lin": (3072, 9216)},
+        {"double_blocks.6.img_attn.qkv": (3072, 9216)},
     ),
     "Flux in diffusers' names": (
         "Flux",
