@@ -228,6 +228,20 @@ def test_diffusers_folder(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("alpha", "agrees"), [(8, True), (4, False)])
+def test_settings_in_the_header_and_beside_the_file_must_agree(tmp_path: Path, alpha: int, agrees: bool) -> None:
+    folder = sd3_file(tmp_path, {"r": 2, "lora_alpha": 8})
+    header = json.dumps({"transformer.r": 2, "transformer.lora_alpha": alpha})
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file(tensors, folder / "adapter_model.safetensors", {"lora_adapter_metadata": header})
+    if agrees:
+        (layer,) = read_lora(folder).layers.values()
+        assert parts.scale(layer) == 4
+    else:
+        with pytest.raises(ValueError, match="header's lora_adapter_metadata gives layer .* alpha 4, the file 8"):
+            read_lora(folder)
+
+
 @pytest.mark.parametrize("prefix", ["transformer.", ""])
 def test_settings_in_the_header(tmp_path: Path, prefix: str) -> None:
     """A pipeline writes them with the part's name, a model that saves its own adapter without."""

@@ -118,14 +118,14 @@ def read_any(path: Path, architecture: Architecture | None = None, model_layers:
     notes = [f"embeddings ({', '.join(embeddings)}) are left out; they belong to text encoders"] if embeddings else []
     try:
         settings = _settings(config, header)
-        if settings:
-            settings.apply(by_name)
-        elif _without_scale(own, by_name):
+        for one in settings:
+            one.apply(by_name)
+        if not settings and _without_scale(own, by_name):
             notes.append(
                 "the names are PEFT's, and no adapter_config.json beside the file says how strong the adapter is; it "
                 "is taken with scale 1"
             )
-        named = named_architecture(header) or (settings.family if settings else None)
+        named = named_architecture(header) or next((one.family for one in settings if one.family), None)
         if architecture is None and names_another_family(header):
             architecture = OTHER
         family, layers = _understood(by_name, format_, architecture, named, model_layers)
@@ -178,10 +178,12 @@ def _refuse_unknown(path: Path, unknown: list[str], total: int) -> None:
         )
 
 
-def _settings(config: Path | None, header: Mapping[str, str]) -> peft_settings.Settings | None:
-    """PEFT's settings, of the file beside the adapter or of its header."""
-    beside, inside = config and peft_settings.from_config(config), peft_settings.from_header(header)
-    return beside or inside
+def _settings(config: Path | None, header: Mapping[str, str]) -> list[peft_settings.Settings]:
+    """PEFT's settings, of the file beside the adapter and of its header; if both are there, they must agree."""
+    beside = [peft_settings.from_config(config)] if config else []
+    inside = peft_settings.from_header(header)
+    # Of a LoKr the first has multiplied its scale into the matrices.
+    return [*beside, inside] if inside and not (beside and inside.kind == "LOKR") else beside
 
 
 def _without_scale(keys: Iterable[str], by_name: Mapping[str, Mapping[str, Tensor]]) -> bool:

@@ -99,12 +99,11 @@ class Settings:
                 f"{self.source} gives layer {name} alpha {alpha:g}, the file {float(layer[parts.ALPHA]):g}; "
                 "which is right cannot be known: take one of the two away"
             )
+        layer[parts.ALPHA] = torch.tensor(alpha)
         if self.kind == "LOKR":  # readers differ in how they scale it, so the scale goes into a matrix
             first = next(suffix for suffix in ("lokr_w1", "lokr_w1_a") if suffix in layer)
             layer[first] = (layer[first].float() * (alpha / rank)).to(layer[first].dtype)
-            layer.pop(parts.ALPHA, None)
-        else:
-            layer[parts.ALPHA] = torch.tensor(alpha)
+            del layer[parts.ALPHA]
 
 
 def located(path: Path) -> tuple[Path, Path | None]:

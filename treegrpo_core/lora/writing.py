@@ -63,6 +63,12 @@ def _diffusers_tensors(file: LoraFile) -> dict[str, Tensor]:
             f"diffusers' format has no name for {len(unknown)} layers of {family} ({', '.join(unknown[:3])}); "
             "export as comfyui"
         )
+    doras = {parts.kind(content) == "DoRA": layer for layer, content in file.layers.items()}
+    if len(doras) > 1:
+        raise ValueError(
+            f"layer {doras[True]} is DoRA and {doras[False]} is not, and diffusers' format has one kind for all "
+            "layers; export as comfyui or kohya"
+        )
     prefix = "unet" if is_unet(file.architecture) else "transformer"
     tensors = {}
     for layer, content in file.layers.items():
