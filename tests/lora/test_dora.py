@@ -101,13 +101,15 @@ def test_parts_of_a_layer_with_magnitudes_per_column_cannot_become_one(tmp_path:
 
 def test_some_layers_of_dora_are_refused_for_diffusers(tmp_path: Path) -> None:
     """PEFT would make all of them DoRA, the others with the base weights' magnitudes."""
-    plain = {parts.A: torch.randn(2, 4), parts.B: torch.randn(6, 2)}
-    layers = {PROJ: plain, PROJ.replace(".0.", ".1."): plain | {parts.DORA: torch.rand(6, 1)}}
+    names = (PROJ, PROJ.replace(".0.", ".1."))
+    layers = {name: {parts.A: torch.randn(2, 4), parts.B: torch.randn(6, 2)} for name in names}
+    layers[names[1]][parts.DORA] = torch.rand(6, 1)
     file = LoraFile(layers, {}, SD3)
     with pytest.raises(ValueError, match="layer joint_blocks.1.* is DoRA and joint_blocks.0.* is not"):
         to_tensors(file, "diffusers")
     write(tmp_path / "x.safetensors", file, "kohya")
-    assert [parts.kind(layer) for layer in read_lora(tmp_path / "x.safetensors").layers.values()] == ["LoRA", "DoRA"]
+    read = read_lora(tmp_path / "x.safetensors").layers
+    assert [parts.kind(read[name]) for name in names] == ["LoRA", "DoRA"]
 
 
 def test_programs_that_mean_something_else_are_not_named() -> None:
