@@ -92,6 +92,8 @@ class Runner:
     def __init__(self, path: Path, reduced: bool, minutes: float) -> None:
         self.path, self.reduced, self.end = path, reduced, time.monotonic() + 60 * minutes
         self.comfy: Server | None = None
+        self.broken = False
+        """Whether a server did not start, which another would not either."""
         self.results: dict[str, Any] = {"reduced": reduced, "machine": machine(), "sections": {}}
 
     def left(self) -> float:
@@ -115,6 +117,8 @@ class Runner:
         left, needed = self.left(), LAST_SECONDS if self.reduced else section.seconds
         if left < needed:
             return {"skipped": f"time: {max(0.0, left):.0f} s were left, about {needed} are needed"}
+        if self.broken:
+            return {"skipped": "no server, see above"}
         try:
             figures = section.work(Bench(self._server(), self.reduced, self.end))
         except TimeoutError:
@@ -132,8 +136,9 @@ class Runner:
     def _server(self) -> Server:
         if self.comfy is None:
             comfy = Server(others=PACKS, arguments=["--cpu"] if self.reduced else [])
+            self.comfy, self.broken = comfy, True
             comfy.start()
-            self.comfy = comfy
+            self.broken = False
             stats = comfy.get("/system_stats")
             device = stats["devices"][0]
             self.results["machine"] |= {

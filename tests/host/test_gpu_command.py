@@ -82,6 +82,18 @@ def test_a_section_that_fails_is_a_result_and_the_others_go_on(monkeypatch, tmp_
     assert "failures" not in results["right"]
 
 
+def test_a_server_that_does_not_start_is_not_tried_again(monkeypatch, tmp_path):
+    (tmp_path / "main.py").write_text("raise SystemExit('no torch here')")
+    monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
+    status, results = run(monkeypatch, tmp_path)
+    assert status == 1
+    first, *others = results["sections"].values()
+    assert "no torch here" in first["error"]
+    assert len(others) == len(gpu.SECTIONS) - 1
+    assert all(section == {"skipped": "no server, see above"} for section in others)
+    assert "no torch here" in (tmp_path / "gpu.log").read_text()
+
+
 def test_what_the_time_does_not_reach_is_skipped_by_name(monkeypatch, tmp_path):
     status, results = run(monkeypatch, tmp_path, "--minutes", "0.1")
     assert status == 0
