@@ -24,7 +24,7 @@ COSINE = 0.999
 """Least cosine between the adapter's gradients of a partly and a wholly resident model."""
 ESTIMATE = 1.3
 """Most times the estimate that the peak may be: temporary tensors of a forward are not in it."""
-HALF = 0.6
+HALF = 0.65
 """Most of the weights that the device may hold when it is to hold half of them."""
 PLAN = {"preset": "row", "steps": 10, "group": 12, "window": 4, "start": 0}
 """Inputs of TreeGRPO Plan; all but the first are not used."""

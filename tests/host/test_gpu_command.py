@@ -23,6 +23,7 @@ def run(monkeypatch, tmp_path, *arguments):
     return gpu.main(), json.loads(path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.host
 def test_the_reduced_form_measures_everything(monkeypatch, tmp_path):
     chosen = ["quickstart", "SD1.5 bf16", "out of memory", "SD3 fp8", "speed, SD1.5"]
     status, results = run(monkeypatch, tmp_path, "--only", *chosen)
@@ -82,6 +83,7 @@ def test_a_section_that_fails_is_a_result_and_the_others_go_on(monkeypatch, tmp_
     assert "failures" not in results["right"]
 
 
+@pytest.mark.host
 def test_a_server_that_does_not_start_is_not_tried_again(monkeypatch, tmp_path):
     (tmp_path / "main.py").write_text("raise SystemExit('no torch here')")
     monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
