@@ -38,17 +38,15 @@ import json
 import os
 import platform
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from shutil import unpack_archive
 from typing import Any
 
-from tools.host import ROOT, Server
+from tools.host import ROOT, Server, folder_of
 
 from . import gpu_report
 from .gpu_sections import Bench, Figures, failures, model, out_of_memory, quickstart, speed
@@ -189,15 +187,6 @@ def has_accelerator() -> bool:
     return torch.cuda.is_available() or torch.backends.mps.is_available() or torch.xpu.is_available()
 
 
-def use_comfyui(path: Path, folder: Path) -> None:
-    """Make servers run the ComfyUI at ``path``, which is unpacked into ``folder`` if it is an archive."""
-    if path.is_file():
-        unpack_archive(path, folder, filter="data")
-        found = [main.parent for main in (folder / "main.py", *folder.glob("*/main.py")) if main.is_file()]
-        path = found[0] if found else folder
-    os.environ["COMFYUI_PATH"] = str(path.resolve())
-
-
 def main() -> int:
     """Measure and write; 0 if nothing failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -209,13 +198,12 @@ def main() -> int:
     LOG.unlink(missing_ok=True)
     reduced = args.reduced or not has_accelerator()
     sections = [one for one in SECTIONS if not args.only or one.name in args.only]
-    with tempfile.TemporaryDirectory() as folder:
-        if args.comfyui:
-            use_comfyui(args.comfyui, Path(folder))
-        path = REDUCED_RESULTS if reduced else gpu_report.RESULTS
-        if reduced:
-            print(f"reduced models on the CPU; the results say nothing about a GPU and go to {path}", flush=True)
-        return 0 if Runner(path, reduced, args.minutes).run(sections) else 1
+    if args.comfyui:
+        os.environ["COMFYUI_PATH"] = str(folder_of(args.comfyui.resolve()))
+    path = REDUCED_RESULTS if reduced else gpu_report.RESULTS
+    if reduced:
+        print(f"reduced models on the CPU; the results say nothing about a GPU and go to {path}", flush=True)
+    return 0 if Runner(path, reduced, args.minutes).run(sections) else 1
 
 
 if __name__ == "__main__":

@@ -58,7 +58,8 @@ def _measured(results: dict[str, Any]) -> str:
 
 MEMORY = """One update, two nodes at a time, pictures of 512 x 512 pixels; all but SD1.5 with `gradient_checkpointing`.
 On the device: weights there. Estimate: by what the console said at the run's first update, for the weights there."""
-GRADIENTS = """The adapter's gradient with half of the weights on the device, against that with all of them."""
+GRADIENTS = """The adapter's gradient with half of the weights on the device, against that with all of them. A core that
+streams weights (DynamicVRAM) streams both, but only in the second do they all stay on the device."""
 SPEED = """One prompt, 27 pictures of 512 x 512 pixels, 10 steps, bf16, without decoding and rewards. DanceGRPO trains 6
 of 9 steps. TreeGRPO's window starts at step 1."""
 

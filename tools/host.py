@@ -131,9 +131,7 @@ def newer_comfyui() -> Newer:
     A folder ``stubs`` beside it has the stand-ins. Raises FileNotFoundError, which says how to get one.
     """
     source = Path(os.environ.get("COMFYUI_NEWER") or NEWER).expanduser().resolve()
-    folder = source if source.is_dir() else CACHE / source.name.removesuffix(".xz").removesuffix(".tar")
-    if source.is_file() and not folder.is_dir():
-        _unpack(source, folder)
+    folder = folder_of(source)
     if not (folder / "main.py").is_file():
         raise FileNotFoundError(
             f"tests in a newer ComfyUI need one, and there is none in {source}; set COMFYUI_NEWER to the folder of a "
@@ -142,6 +140,14 @@ def newer_comfyui() -> Newer:
         )
     stubs = source.parent / "stubs"
     return Newer(folder, stubs if stubs.is_dir() else None)
+
+
+def folder_of(source: Path) -> Path:
+    """The folder that ``source`` is, or that the archive ``source`` holds, unpacked once."""
+    folder = source if source.is_dir() else CACHE / source.name.removesuffix(".xz").removesuffix(".tar")
+    if source.is_file() and not folder.is_dir():
+        _unpack(source, folder)
+    return folder
 
 
 def _unpack(archive: Path, folder: Path) -> None:
