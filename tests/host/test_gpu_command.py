@@ -40,7 +40,7 @@ def test_the_reduced_form_measures_everything(monkeypatch, tmp_path):
     for found in models:
         assert found["full"].keys() == found["half"].keys() == FIGURES
         assert found["full"]["held"] == found["full"]["weights"] == found["half"]["weights"]
-        assert 0.3 < found["half"]["held"] / found["half"]["weights"] < 0.5
+        assert 0.2 < found["half"]["held"] / found["half"]["weights"] < 0.5
         assert found["gradient"]["cosine"] > 0.999
         assert found["half"]["peak"] is None, "torch does not count the CPU's memory"
     assert memory["sizes"] == [1]
