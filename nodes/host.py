@@ -198,15 +198,14 @@ def _resident(patcher: Any) -> Any:
 
 
 def refuse_multigpu(patcher: Any) -> None:
-    """ValueError for a model that newer cores' MultiGPU CFG Split has copied to further devices.
+    """ValueError for a model that newer cores' MultiGPU CFG Split has copied to further devices, and for such a copy.
 
     Core runs the copies in threads of its own, without gradient, and an adapter is on one device only.
     """
-    if copies := patcher.get_additional_models_with_key("multigpu"):
-        devices = ", ".join(str(device) for device in (patcher.load_device, *(copy.load_device for copy in copies)))
+    if patcher.get_additional_models_with_key("multigpu") or getattr(patcher, "is_multigpu_base_clone", False):
         raise ValueError(
-            f"model: MultiGPU CFG Split has spread it over {len(copies) + 1} devices ({devices}), but TreeGRPO samples "
-            "and trains on one; take that node out of the way from the model to the guider"
+            "model: MultiGPU CFG Split has spread it over several devices, but TreeGRPO samples and trains on one; "
+            "take that node out of the way from the model to the guider"
         )
 
 
