@@ -17,6 +17,7 @@ from ..treegrpo_core.adapter import Adapter
 from ..treegrpo_core.memory import Estimate, measure_activations
 from ..treegrpo_core.plan import Plan, Window, derive_seed, plan_for, with_tail
 from ..treegrpo_core.policy import Denoiser
+from ..treegrpo_core.prompts import check_text, split_lines
 from ..treegrpo_core.sampler import Score, check_schedule, grow
 from ..treegrpo_core.signals import step_spread
 from ..treegrpo_core.transition import KERNELS, choose_kernel
@@ -31,10 +32,11 @@ log = logging.getLogger("treegrpo")
 
 
 def split_prompts(text: str, rows: int) -> tuple[str, ...]:
-    """The prompts of ``rows`` rows of conditioning; ValueError if the counts differ."""
+    """The prompts of ``rows`` rows of conditioning; ValueError if the counts differ or a line is no text."""
+    check_text(text, "prompts")
     if rows == 1:
         return (host.plain_prompt(text),)
-    lines = tuple(host.plain_prompt(line) for line in text.splitlines() if line.strip())
+    lines = tuple(host.plain_prompt(line) for line in split_lines(text) if line.strip())
     if len(lines) != rows:
         raise ValueError(
             f"prompts: there are {len(lines)} lines, but the guider's conditioning has {rows} rows; "
