@@ -145,6 +145,11 @@ class Encode(io.ComfyNode):
             check_text(prompt, "prompts")
         lines = [" ".join(prompt.split()) for prompt in prompts]
         texts = [encoded(clip[0], line) for line in lines]
+        for line, text in zip(lines, texts, strict=True):
+            if not all(entry[0].isfinite().all() for entry in text):
+                raise ValueError(
+                    f"prompts: {line[:60]!r} encodes to NaN or infinite values; correct its weights, as in (fox:1.3)"
+                )
         return io.NodeOutput(_stack(texts, lines), "\n".join(lines))
 
 

@@ -68,6 +68,16 @@ def test_a_file_that_is_no_text(prompts_of, run_name, data, message):
     assert (caught.value.node_type, caught.value.kind) == ("TreeGRPOPrompts", "ValueError")
 
 
+@pytest.mark.parametrize("weight", ["nan", "1e39"])
+def test_a_weight_that_is_no_number(comfy, graph, run_name, weight):
+    training(graph, run_name).set("prompts", text=f"fox on blue\n(owl:{weight}) on red")
+    with pytest.raises(
+        ExecutionError, match=rf"prompts: '\(owl:{weight}\) on red' encodes to NaN or infinite"
+    ) as caught:
+        comfy.run(graph)
+    assert caught.value.node_type == "TreeGRPOEncode"
+
+
 @pytest.mark.parametrize("node", ["prompts", "encode", "sampler"])
 def test_half_a_character_from_a_text_box(comfy, graph, run_name, node):
     field = "text" if node == "prompts" else "prompts"
