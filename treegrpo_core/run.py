@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .adapter import Adapter
 from .architectures import OTHER, architecture_named
 from .files import append_line, check_name, read_lines, write_atomically
-from .metrics import Metrics
+from .metrics import Metrics, next_loss
 from .trainer import UpdateSettings, update
 from .tree import Tree
 
@@ -79,6 +79,7 @@ class Run:
         self.iteration = 0
         self._known: tuple[int, int, int] | None = None
         self.losses: list[float] = []
+        """One finite number per update."""
         self.replay_noise = 0.0
         self.average = adapter.state_dict()
         """Exponential moving average of the adapter's weights, one term per update."""
@@ -191,7 +192,9 @@ class Run:
         self.iteration = int(metadata["iteration"])
         self._complete_log(metadata["metrics"])
         entries = self.log()
-        self.losses = [entry.get("loss") or 0.0 for entry in entries]
+        self.losses = []
+        for entry in entries:
+            self.losses.append(next_loss(self.losses, entry.get("loss")))
         self.replay_noise = (entries[-1].get("replay_noise") or 0.0) if entries else 0.0
         self._known = known  # only now: a file that could not be read is tried again
 
@@ -218,7 +221,7 @@ class Run:
         except BaseException:
             self.reload()
             raise
-        self.losses.append(metrics.loss)
+        self.losses.append(next_loss(self.losses, metrics.loss))
         self.replay_noise = metrics.replay_noise or self.replay_noise
         return metrics
 
