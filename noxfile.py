@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import nox
@@ -77,6 +78,17 @@ def demo(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure speed and memory and fill docs/benchmarks.md; ``-- --full`` repeats more often."""
     session.run(python(session), "-m", "benchmarks", *session.posargs, external=True)
+
+
+@nox.session(python=False)
+def gpu(session: nox.Session) -> None:
+    """Measure on a machine with one GPU, in at most 8 minutes, and write docs/gpu.md; ``-- --reduced`` tries it out.
+
+    Nothing is installed: without the shared environment, the interpreter that runs nox must have what is needed.
+    """
+    shared = python(session)
+    own = shared if Path(shared).is_file() else sys.executable
+    session.run(own, "-m", "benchmarks.gpu", *session.posargs, external=True)
 
 
 @nox.session(python=False, requires=["environment"])

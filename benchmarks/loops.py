@@ -70,7 +70,7 @@ def watched(comfy: Server, updates: int) -> Watch:
 
 def measure(updates: int = UPDATES, arguments: Sequence[str] = ()) -> dict[str, Any]:
     """The figures of a loop in a new server: the last hundred updates beside the first after warming up."""
-    with Server(arguments=arguments) as comfy:
+    with Server(arguments=["--cpu", *arguments]) as comfy:
         watch = watched(comfy, updates)
     memory = [row["memory"] for row in watch.rows]
     seconds, computing = watch.per_update("time"), watch.per_update("computing")

@@ -82,7 +82,7 @@ def _places(session: Session) -> dict[str, list[tuple[Any, str]]]:
     return {
         "model forward": [(comfy.model_base.BaseModel, "apply_model")],
         "backward": [(torch.autograd, "grad")],
-        "noise": [(sampler, "level_noise"), (parts["nodes.host"], "root_noise")],
+        "noise": [(sampler, "level_noise"), (parts["nodes.latents"], "root_noise")],
         "transition": [(sampler, "step"), (sampler, "ode_step"), (trainer, "_scores"), (trainer, "clipped_surrogate")],
         "optimizer": [(trainer, "_step")],
         "adapter in and out": [(adapter, "put_in"), (adapter, "take_out"), (adapter, "to")],

@@ -93,13 +93,13 @@ def separate(session: Session) -> Any:
     import torch
     from comfy_extras.nodes_custom_sampler import Noise_RandomNoise
 
-    host, prompts = session.parts["nodes.host"], session.prompts
+    start, prompts = session.parts["nodes.latents"], session.prompts
     policy, sigmas = session.policy(), [float(sigma) for sigma in session.sigmas]
     keys = session.parts["nodes.sampling"].prompt_keys(prompts)
 
     def work(denoise: Any, sampling: Any, latent: Any) -> Any:
-        noises = host.root_noise(Noise_RandomNoise(0), policy.latent, POOL, -1, keys)
-        roots = host.initial_states(sampling, sigmas[0], noises, latent)
+        noises = start.root_noise(Noise_RandomNoise(0), policy.latent, POOL, -1, keys)
+        roots = start.initial_states(sampling, sigmas[0], noises, latent)
         return session.parts["treegrpo_core.sampler"].sample(denoise, roots, sigmas, max_batch=MAX_BATCH)
 
     with torch.inference_mode():

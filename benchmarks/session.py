@@ -160,10 +160,9 @@ class Session:
     def _policy(self, guider: Any, prompts: int) -> Any:
         import torch
 
-        host = self.parts["nodes.host"]
-        size = host.fix_latent(self.patcher, {"samples": torch.zeros(1, *self.latent)}, prompts)
+        size = self.parts["nodes.latents"].fix_latent(self.patcher, {"samples": torch.zeros(1, *self.latent)}, prompts)
         return self.parts["nodes.guided"].GuidedPolicy(
-            self.run, guider, size, self.sigmas, host.prediction_of(self.patcher)
+            self.run, guider, size, self.sigmas, self.parts["nodes.host"].prediction_of(self.patcher)
         )
 
     def policy(self) -> Any:
@@ -200,6 +199,7 @@ class Session:
 MODULES = (
     "nodes.tiny_model",
     "nodes.host",
+    "nodes.latents",
     "nodes.guided",
     "nodes.prompts",
     "nodes.encoding",
@@ -217,5 +217,6 @@ MODULES = (
     "treegrpo_core.signals",
     "treegrpo_core.trainer",
     "treegrpo_core.batches",
+    "treegrpo_core.differentiable",
     "treegrpo_core.memory",
 )

@@ -15,7 +15,7 @@ from ..treegrpo_core.evaluation import Evaluation, add_evaluation, read_evaluati
 from ..treegrpo_core.policy import Denoiser
 from ..treegrpo_core.rewards import WeightedReward
 from ..treegrpo_core.sampler import sample
-from . import host, inputs
+from . import inputs, latents
 from .guided import GuidedPolicy
 from .policy import PolicyHandle
 from .reward import decode_latents, score_each
@@ -96,8 +96,8 @@ def drawn(policy: GuidedPolicy, noise: Any, prompts: tuple[str, ...]) -> Tensor:
     sigmas = [float(sigma) for sigma in policy.sigmas]
 
     def work(denoise: Denoiser, sampling: Any, latent: Tensor) -> Tensor:
-        noises = host.root_noise(noise, policy.latent, 1, noise.seed, prompt_keys(prompts))
-        roots = host.initial_states(sampling, sigmas[0], noises, latent)
+        noises = latents.root_noise(noise, policy.latent, 1, noise.seed, prompt_keys(prompts))
+        roots = latents.initial_states(sampling, sigmas[0], noises, latent)
         return sample(denoise, roots, sigmas, max_batch=len(prompts))[0]
 
     leaves = policy.open(work, train=False)

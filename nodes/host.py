@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import sys
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from ..treegrpo_core import frozen
 from ..treegrpo_core.adapter import Adapter
 from ..treegrpo_core.architectures import Architecture, architecture_of
-from ..treegrpo_core.plan import derive_seed
+from ..treegrpo_core.sampler import ROUNDING
 from ..treegrpo_core.transition import Prediction
 
 T = TypeVar("T")
@@ -199,15 +198,14 @@ def _resident(patcher: Any) -> Any:
 
 
 def refuse_multigpu(patcher: Any) -> None:
-    """ValueError for a model that newer cores' MultiGPU CFG Split has copied to further devices.
+    """ValueError for a model that newer cores' MultiGPU CFG Split has copied to further devices, and for such a copy.
 
     Core runs the copies in threads of its own, without gradient, and an adapter is on one device only.
     """
-    if copies := patcher.get_additional_models_with_key("multigpu"):
-        devices = ", ".join(str(device) for device in (patcher.load_device, *(copy.load_device for copy in copies)))
+    if patcher.get_additional_models_with_key("multigpu") or getattr(patcher, "is_multigpu_base_clone", False):
         raise ValueError(
-            f"model: MultiGPU CFG Split has spread it over {len(copies) + 1} devices ({devices}), but TreeGRPO samples "
-            "and trains on one; take that node out of the way from the model to the guider"
+            "model: MultiGPU CFG Split has spread it over several devices, but TreeGRPO samples and trains on one; "
+            "take that node out of the way from the model to the guider"
         )
 
 
@@ -237,6 +235,18 @@ def warn_of_double_guidance(guider: Any) -> None:
             "TreeGRPO: the guider's cfg is %s, but guidance is distilled into this model; use BasicGuider with "
             "FluxGuidance, or cfg 1",
             ", ".join(map(str, scales)),
+        )
+
+
+def warn_of_high_sigmas(patcher: Any, sigma: float) -> None:
+    """Steps above a model's highest noise level are wasted, but allowed where the model has an answer to them."""
+    highest = float(patcher.get_model_object("model_sampling").sigma_max)
+    if sigma > highest * (1 + ROUNDING):
+        log.warning(
+            "TreeGRPO: the sigmas begin at %.4g, but this model was made for levels up to %.4g and answers as at that; "
+            "use a scheduler that takes the model",
+            sigma,
+            highest,
         )
 
 
@@ -272,54 +282,6 @@ def prompt_rows(guider: Any) -> int:
         if isinstance(entry.get("cross_attn"), torch.Tensor)
     }
     return max(rows, default=1)
-
-
-def root_noise(noise: Any, latent: Tensor, roots: int, seed: int, prompts: Sequence[int]) -> Tensor:
-    """(R, P, *latent) from the NOISE input's own generator, one seed per (prompt key, root)."""
-    rows = []
-    for root in range(roots):
-        row = []
-        for prompt, key in enumerate(prompts):
-            source = copy.copy(noise)
-            source.seed = derive_seed(seed, key, root)
-            row.append(source.generate_noise({"samples": latent[prompt : prompt + 1]})[0])
-        rows.append(torch.stack(row))
-    return torch.stack(rows)
-
-
-def initial_states(sampling: Any, sigma: float, noise: Tensor, latent: Tensor) -> Tensor:
-    """Noise and latent image mixed as the model's sampling object does at ``sigma``: (R, P, *latent)."""
-    at_start = sigma >= float(sampling.sigma_max) * (1 - 1e-5)
-    level = torch.tensor(sigma, device=latent.device)
-    return torch.stack([sampling.noise_scaling(level, part.to(latent), latent, at_start) for part in noise])
-
-
-def fix_latent(model: Any, latent: dict[str, Any], prompts: int) -> Tensor:
-    """The LATENT's samples as (P, *latent) for this model; ValueError names the size that does not fit."""
-    import comfy.sample
-
-    if latent.get("noise_mask") is not None:
-        raise ValueError("latent: it carries an inpainting mask, which trees do not support; remove the mask")
-    samples = comfy.sample.fix_empty_latent_channels(model, latent["samples"])
-    latent_format = model.get_model_object("latent_format")
-    channels, dimensions = latent_format.latent_channels, latent_format.latent_dimensions
-    if samples.ndim != dimensions + 2:
-        kinds = {2: "pictures", 3: "films"}
-        raise ValueError(
-            f"latent: it has {samples.ndim - 2} dimensions (height, width, and for films frames), but this model makes "
-            f"{kinds.get(dimensions, 'latents')} of {dimensions}; use the empty latent node of its family"
-        )
-    if samples.shape[1] != channels:
-        raise ValueError(
-            f"latent: it has {samples.shape[1]} channels, this model works with {channels}; "
-            "use an empty latent node or a VAE of the same model family"
-        )
-    if samples.shape[0] not in (1, prompts):
-        raise ValueError(
-            f"latent: its batch size is {samples.shape[0]}, but there are {prompts} prompts; use batch size 1 "
-            "(it is repeated) or one latent per prompt"
-        )
-    return samples.expand(prompts, *samples.shape[1:]).clone()
 
 
 def output_is_used(dynprompt: Any, node_id: str, slot: int) -> bool:

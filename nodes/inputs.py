@@ -35,7 +35,8 @@ def eta() -> io.Float.Input:
         min=0.0,
         max=10.0,
         step=0.01,
-        tooltip="Strength of the stochastic steps' noise. 0: the kernel's usual value (flow_sde 0.7, ancestral 1).",
+        tooltip="Strength of the stochastic steps' noise. 0: the kernel's usual value (flow_sde 0.7, ancestral 1). cps "
+        "takes at most 1.",
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..treegrpo_core.patches import Patch, Predict, Predictions, UnfitError, refusal, require_no_memory, unknown
 from ..treegrpo_core.policy import Denoiser
-from . import host
+from . import latents
 from .guided import GuidedPolicy
 
 log = logging.getLogger("treegrpo")
@@ -176,7 +176,7 @@ def _probe(policy: GuidedPolicy) -> None:
     def use(evaluate: Callable[[Predict], Predictions]) -> Predictions:
         def work(denoise: Denoiser, sampling: Any, latent: Tensor) -> Predictions:
             def predict(noise: Tensor, sigma: float) -> Tensor:
-                return denoise(host.initial_states(sampling, sigma, noise, latent).flatten(0, 1), sigma)
+                return denoise(latents.initial_states(sampling, sigma, noise, latent).flatten(0, 1), sigma)
 
             return evaluate(predict)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -55,7 +56,7 @@ def open_run(patcher: Any, name: str, settings: RunSettings, if_run_exists: str)
         else:
             start = None
             if settings.start_from:
-                start = _start(settings)
+                start = _start(settings, module)
             run = Run.create(root, name, settings, module, start)
     RUNS[folder] = LAST_RUNS[patcher.model] = run
     return run
@@ -69,14 +70,19 @@ def _with_earlier_base(patcher: Any, folder: Path, settings: RunSettings) -> Run
     return settings.model_copy(update={"earlier_base": base})
 
 
-def _start(settings: RunSettings) -> dict[str, dict[str, Tensor]]:
-    """The layers of the LoRA file to start from; whether the model has them, the adapter will say."""
+def _start(settings: RunSettings, module: Any) -> dict[str, dict[str, Tensor]]:
+    """The layers of the LoRA file to start from; whether the model has them, the adapter will say.
+
+    Adapters of text encoders are left out, which the log says.
+    """
     path, known = _lora_path(settings.start_from), architecture_named(settings.architecture)
+    names = [name for name, part in module.named_modules() if isinstance(getattr(part, "weight", None), Tensor)]
+    read = partial(read_lora, path, model_layers=names, without_text_encoder=True)
     try:
-        return read_lora(path, architecture=None if known == OTHER else known).layers
+        return read(architecture=known).layers
     except ValueError as error:
-        try:  # a variant of the family with layers of its own, in ComfyUI's names
-            return read_lora(path).layers
+        try:  # a variant of the family with layers of its own
+            return read(architecture=OTHER).layers
         except ValueError:
             raise error from None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +10,10 @@ import folder_paths
 import torch
 from comfy_api.latest import io
 
-from ..treegrpo_core.plan import derive_seed
+from ..treegrpo_core.prompts import check_text, decoded, draw_prompts, prompt_lines
 from .encoding import encoded
 from .policy import PolicyHandle
 from .types import CATEGORY, PolicyType
-
-
-def draw_prompts(lines: list[str], count: int, seed: int, step: int) -> list[str]:
-    """``count`` different lines for one update, a function of (seed, step).
-
-    Every epoch is a permutation of all lines, cut into steps, so each prompt is met equally often.
-    """
-    first, chosen = step * count, []
-    for index in range(first, first + count):
-        epoch, place = divmod(index, len(lines))
-        order = list(range(len(lines)))
-        random.Random(derive_seed(seed, "prompts", epoch)).shuffle(order)
-        chosen.append(lines[order[place]])
-    return chosen
 
 
 class Prompts(io.ComfyNode):
@@ -85,11 +71,23 @@ class Prompts(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, file: str | None = "", **_: Any) -> str | float:
+        """What the file has in it, so that one that was edited is read again."""
+        if file is None:  # the name comes over a wire and is not known yet
+            return float("nan")
+        try:
+            return hashlib.sha256(_input_file(file).read_bytes()).hexdigest() if file.strip() else ""
+        except (OSError, ValueError):  # execute says what is wrong
+            return float("nan")
+
+    @classmethod
     def execute(
         cls, text: str, prompts_per_step: int, seed: int, file: str = "", policy: PolicyHandle | None = None
     ) -> io.NodeOutput:
-        written = text + "\n" + (_input_file(file).read_text(encoding="utf-8") if file.strip() else "")
-        lines = [line.strip() for line in written.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+        lines = prompt_lines(text, "text")
+        if file.strip():
+            name = f"file: {file.strip()!r}"
+            lines += prompt_lines(decoded(_input_file(file).read_bytes(), name), name)
         if not lines:
             raise ValueError("text: there is no prompt; write at least one line or name a file in the input folder")
         if prompts_per_step > len(lines):
@@ -143,8 +141,15 @@ class Encode(io.ComfyNode):
 
     @classmethod
     def execute(cls, clip: list[Any], prompts: list[str]) -> io.NodeOutput:
+        for prompt in prompts:
+            check_text(prompt, "prompts")
         lines = [" ".join(prompt.split()) for prompt in prompts]
         texts = [encoded(clip[0], line) for line in lines]
+        for line, text in zip(lines, texts, strict=True):
+            if not all(entry[0].isfinite().all() for entry in text):
+                raise ValueError(
+                    f"prompts: {line[:60]!r} encodes to NaN or infinite values; correct its weights, as in (fox:1.3)"
+                )
         return io.NodeOutput(_stack(texts, lines), "\n".join(lines))
 
 

@@ -18,10 +18,11 @@ from ..treegrpo_core.batches import is_out_of_memory
 from ..treegrpo_core.memory import Estimate, measure_activations
 from ..treegrpo_core.plan import Plan, Window, derive_seed, plan_for, with_tail
 from ..treegrpo_core.policy import Denoiser
-from ..treegrpo_core.sampler import Score, check_schedule, grow
-from ..treegrpo_core.transition import KERNELS, choose_kernel
+from ..treegrpo_core.prompts import check_text, split_lines
+from ..treegrpo_core.sampler import Score, check_sigmas, grow
+from ..treegrpo_core.transition import KERNELS, check_eta, choose_kernel
 from ..treegrpo_core.tree import Growth, Tree, timed
-from . import host, inputs
+from . import host, inputs, latents
 from .guided import GuidedPolicy
 from .patches import check_patches
 from .policy import PolicyHandle
@@ -31,10 +32,11 @@ log = logging.getLogger("treegrpo")
 
 
 def split_prompts(text: str, rows: int) -> tuple[str, ...]:
-    """The prompts of ``rows`` rows of conditioning; ValueError if the counts differ."""
+    """The prompts of ``rows`` rows of conditioning; ValueError if the counts differ or a line is no text."""
+    check_text(text, "prompts")
     if rows == 1:
         return (host.plain_prompt(text),)
-    lines = tuple(host.plain_prompt(line) for line in text.splitlines() if line.strip())
+    lines = tuple(host.plain_prompt(line) for line in split_lines(text) if line.strip())
     if len(lines) != rows:
         raise ValueError(
             f"prompts: there are {len(lines)} lines, but the guider's conditioning has {rows} rows; "
@@ -57,7 +59,7 @@ def guided_policy(
     """The run's policy under this guider, and the prompts.
 
     Without a policy, whatever model the guider has. ValueError if the guider has another model, another number of
-    prompts, or patches that trees cannot do with.
+    prompts, or patches that trees cannot do with, or if the sigmas or the latent do not fit the model.
     """
     model = guider.model_patcher
     if policy and host.adapter_of(model) is not policy.run.adapter:
@@ -65,9 +67,12 @@ def guided_policy(
             "guider: it is not built on this run's model; connect TreeGRPOPolicy's MODEL output to the guider"
         )
     texts = split_prompts(prompts, host.prompt_rows(guider))
-    size = host.fix_latent(model, latent, len(texts))
+    prediction = host.prediction_of(model)
+    check_sigmas(sigmas.tolist(), prediction)
+    host.warn_of_high_sigmas(model, float(sigmas[0]))
+    size = latents.fix_latent(model, latent, len(texts))
     run = policy.run if policy else None
-    guided = GuidedPolicy(run, guider, size, sigmas.clone(), host.prediction_of(model))
+    guided = GuidedPolicy(run, guider, size, sigmas.clone(), prediction)
     check_patches(guided)
     return guided, texts
 
@@ -85,12 +90,14 @@ def bare_tree(
     """A tree that has not grown yet. ``kernel`` may be "auto"; eta 0: the kernel's usual value."""
     model = policy.guider.model_patcher
     kernel = choose_kernel(kernel, policy.prediction, host.architecture(model).kernel)
+    eta = eta or KERNELS[kernel].default_eta
+    check_eta(kernel, eta)
     host.warn_of_double_guidance(policy.guider)
     return Tree(
         plan=plan,
         sigmas=sigmas,
         kernel=kernel,
-        eta=eta or KERNELS[kernel].default_eta,
+        eta=eta,
         prompts=prompts,
         policy=policy,
         iteration=policy.run.iteration if policy.run else 0,
@@ -206,7 +213,6 @@ class TreeSampler(io.ComfyNode):
         spread = run.history.step_spread.means() if window == "adaptive" and plan is None else None
         schedule = levels_of(sigmas)
         this_plan = plan_for(source, len(schedule) - 1, run.iteration, noise.seed, spread)
-        check_schedule(schedule, this_plan)
         this_plan, schedule = with_tail(this_plan, schedule, tail_steps)
         tree = bare_tree(this_plan, schedule, kernel, eta, texts, guided)
         if run.iteration == 0:
@@ -258,8 +264,8 @@ def grown(
             bar.update(len(x))
             return denoised
 
-        noises = host.root_noise(noise, policy.latent, tree.plan.roots, seed, keys)
-        roots = host.initial_states(sampling, tree.sigmas[0], noises, latent)
+        noises = latents.root_noise(noise, policy.latent, tree.plan.roots, seed, keys)
+        roots = latents.initial_states(sampling, tree.sigmas[0], noises, latent)
         return grow(
             counted,
             roots,

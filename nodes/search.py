@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..treegrpo_core.plan import tree_plan, with_tail
 from ..treegrpo_core.rewards import WeightedReward
-from ..treegrpo_core.sampler import check_schedule
 from ..treegrpo_core.tree import Tree, by_prompt, taken
 from . import inputs
 from .preview import best_leaves, check_count
@@ -104,7 +103,6 @@ class Search(io.ComfyNode):
         schedule = levels_of(sigmas)
         plan = tree_plan(len(schedule) - 1, branching, depth, start, roots=roots, beam=beam)
         check_count(count, plan)
-        check_schedule(schedule, plan)
         plan, schedule = with_tail(plan, schedule, tail_steps)
         tree = bare_tree(plan, schedule, kernel, eta, texts, policy)
         tree = searched(tree, noise, vae, asked, max_batch, tail_steps > 0, cls.hidden.unique_id)

@@ -52,6 +52,9 @@ class _Tokenizer(comfy.sd1_clip.SDTokenizer):
             tokenizer_class=_WordTokenizer,
             tokenizer_data=tokenizer_data or {},
         )
+        # A text without weights is one group of words, and core keeps a group of fewer than this together in a row. A
+        # row has room for all but its start and end, and core looks for that room for ever if a kept group needs more.
+        self.max_word_length = MAX_TOKENS - 1
 
 
 class _TextModel(comfy.clip_model.CLIPTextModel):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import Any
 
 from comfy_api.latest import io
 
 from ..treegrpo_core.lora import lora_tensors
-from ..treegrpo_core.metrics import Metrics
+from ..treegrpo_core.metrics import Metrics, curve
 from ..treegrpo_core.run import Run
 from ..treegrpo_core.signals import warnings
 from ..treegrpo_core.trainer import NOISE_MARGIN, ReplayError, UpdateSettings
@@ -24,15 +23,8 @@ log = logging.getLogger("treegrpo")
 
 
 def loss_map(run: Run) -> dict[str, list[float]]:
-    """Core's LOSS_MAP: the loss of every update so far.
-
-    Core's plot divides by the curve's range, so a constant curve (one update, say) gets a last point that differs by
-    a hair.
-    """
-    losses = list(run.history.losses) or [0.0]
-    if min(losses) == max(losses):
-        losses.append(losses[-1] + 1e-12)
-    return {"loss": losses}
+    """Core's LOSS_MAP, for its Plot Loss Graph: one finite number per update, as :func:`.metrics.curve` gives them."""
+    return {"loss": curve(run.losses)}
 
 
 def _summary(run: Run, trees: list[Tree], metrics: Metrics, asked: float) -> str:
@@ -202,7 +194,7 @@ class LoRAUpdate(io.ComfyNode):
                 guiders: set[Any] = {one.policy.guider for one in tree}  # type: ignore[attr-defined]
                 raise ReplayError(f"{error}{''.join(map(suspects, guiders))}") from error
         host.release_memory()
-        text = json.dumps(metrics.model_dump(), indent=1)
+        text = metrics.model_dump_json(indent=1)
         ui = {"text": [_summary(run, tree, metrics, settings.clip)]}
         lora, losses = (host.output_is_used(cls.hidden.dynprompt, cls.hidden.unique_id, slot) for slot in (1, 2))
         return io.NodeOutput(

@@ -13,6 +13,7 @@ second needs as JSON.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -130,9 +131,7 @@ def newer_comfyui() -> Newer:
     A folder ``stubs`` beside it has the stand-ins. Raises FileNotFoundError, which says how to get one.
     """
     source = Path(os.environ.get("COMFYUI_NEWER") or NEWER).expanduser().resolve()
-    folder = source if source.is_dir() else CACHE / source.name.removesuffix(".xz").removesuffix(".tar")
-    if source.is_file() and not folder.is_dir():
-        _unpack(source, folder)
+    folder = folder_of(source)
     if not (folder / "main.py").is_file():
         raise FileNotFoundError(
             f"tests in a newer ComfyUI need one, and there is none in {source}; set COMFYUI_NEWER to the folder of a "
@@ -141,6 +140,14 @@ def newer_comfyui() -> Newer:
         )
     stubs = source.parent / "stubs"
     return Newer(folder, stubs if stubs.is_dir() else None)
+
+
+def folder_of(source: Path) -> Path:
+    """The folder that ``source`` is, or that the archive ``source`` holds, unpacked once."""
+    folder = source if source.is_dir() else CACHE / source.name.removesuffix(".xz").removesuffix(".tar")
+    if source.is_file() and not folder.is_dir():
+        _unpack(source, folder)
+    return folder
 
 
 def _unpack(archive: Path, folder: Path) -> None:
@@ -171,11 +178,11 @@ class Server(Client):
     """A ComfyUI process with nothing but this pack, on a free port, with folders of its own, for a ``with`` statement.
 
     The pack lies in a folder with a random name with spaces (``pack_name``). ``others`` are folders of further packs.
-    ``arguments`` are more of ComfyUI's own. ``base`` is the folder of models, input, output and custom_nodes. Raises
+    ``base`` is the folder of models, input, output and custom_nodes. ``arguments`` are ComfyUI's own. Raises
     RuntimeError with the end of the log if the server does not start.
     """
 
-    def __init__(self, pack: Path = ROOT, others: Sequence[Path] = (), arguments: Sequence[str] = ()) -> None:
+    def __init__(self, pack: Path = ROOT, others: Sequence[Path] = (), arguments: Sequence[str] = ("--cpu",)) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
@@ -192,16 +199,22 @@ class Server(Client):
         for other in others:
             shutil.copytree(other, self.base / "custom_nodes" / other.name)
         self._packs = [self.pack_name, *(other.name for other in others)]
-        self._arguments = arguments
+        self._arguments = [*arguments, *self._front_end()]
+
+    def _front_end(self) -> list[str | Path]:
+        """An empty page where the package of the editor is missing: what is done here needs none."""
+        if importlib.util.find_spec("comfyui_frontend_package"):
+            return []
+        (self.base / "front end").mkdir()
+        return ["--front-end-root", self.base / "front end"]
 
     def start(self) -> None:
         """Start the process and wait until it answers."""
         database = self.base / "user" / "comfyui.db"
         arguments: Sequence[str | Path] = (
             *("--base-directory", self.base, "--database-url", f"sqlite:///{database.as_posix()}"),
-            *("--listen", "127.0.0.1", "--port", str(self.port), "--cpu", "--disable-auto-launch"),
+            *("--listen", "127.0.0.1", "--port", str(self.port), "--disable-auto-launch", *self._arguments),
             *("--disable-all-custom-nodes", "--whitelist-custom-nodes", *self._packs),
-            *self._arguments,
         )
         folder = comfyui_folder()
         with self._log.open("ab") as log:

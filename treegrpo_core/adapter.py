@@ -289,9 +289,12 @@ class Adapter:
         Layers the file lacks keep their start, which has no effect. ValueError, before anything is changed, for layers
         this adapter has not and for other kinds than lora and rslora.
         """
-        kinds = {part.split(".")[0] for parts in layers.values() for part in parts} - {"lora_A", "lora_B", "alpha"}
+        from .lora.parts import kind
+
+        kinds = {kind(parts) for parts in layers.values()} - {"LoRA"}
+        more = {part.split(".")[0] for parts in layers.values() for part in parts} - {"lora_A", "lora_B", "alpha"}
         if self.kind not in ("lora", "rslora") or kinds:
-            held = f"holds {', '.join(sorted(kinds))}" if kinds else "is a LoRA"
+            held = f"holds {', '.join(sorted(more))}, which is {', '.join(sorted(kinds))}" if kinds else "is a LoRA"
             raise ValueError(
                 f"only a LoRA can be started from, and only by the adapter kinds lora and rslora; the file {held}, "
                 f"the adapter is {self.kind}. Choose one of these kinds, or put the file in front of TreeGRPOPolicy "

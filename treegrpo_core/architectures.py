@@ -184,12 +184,3 @@ def architecture_of(host_classes: Iterable[str]) -> Architecture:
 def signature_widths(entry: Architecture, inputs: Mapping[str, int]) -> set[int]:
     """Numbers of inputs of those layers that fit the entry's signature; none for another family's layers."""
     return {width for name, width in inputs.items() if re.fullmatch(entry.signature, name)}
-
-
-def architecture_from_layers(inputs: Mapping[str, int]) -> Architecture:
-    """The entry whose signature fits the layers of a LoRA file: layer name -> number of inputs; OTHER if none does."""
-    for entry in ARCHITECTURES:
-        widths = signature_widths(entry, inputs)
-        if widths & set(entry.widths):
-            return entry
-    return OTHER

@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .architectures import ARCHITECTURES, Architecture, architecture_named
+from .architectures import ARCHITECTURES, OTHER, Architecture, architecture_named
 from .human_log import write_dataset
-from .lora import FORMATS, read_lora, write
+from .lora import FORMATS, write
+from .lora.file import read_any
 from .lora.inspect import describe
 
 
@@ -37,9 +38,14 @@ def export(options: argparse.Namespace) -> str:
         raise ValueError(f"--output {options.output} exists; nothing is overwritten, choose another name")
     if options.output.suffix != ".safetensors":
         raise ValueError(f"--output {options.output} must end in .safetensors, by which programs know what it is")
-    file = read_lora(options.file, architecture=_family(options), without_text_encoder=options.without_text_encoder)
+    found = read_any(options.file, _family(options))
+    if not options.without_text_encoder:
+        found.refuse_text_encoder()
+    found.refuse_other_magnitudes(options.to)
+    file = found.file
     write(options.output, file, options.to)
-    return f"{options.output}: {file.architecture.name}, {len(file.layers)} layers, in the format {options.to}"
+    said = f"{options.output}: {file.architecture.name}, {len(file.layers)} layers, in the format {options.to}"
+    return "\n".join([said, *(f"note: {note}" for note in found.notes)])
 
 
 def inspect(options: argparse.Namespace) -> str:
@@ -76,11 +82,12 @@ def _parser() -> argparse.ArgumentParser:
     ):
         added = commands.add_parser(command.__name__, help=text, description=text)
         added.set_defaults(command=command)
-        added.add_argument("file", type=Path, metavar="FILE", help="LoRA file (.safetensors) in any of the formats")
+        text = "LoRA file (.safetensors) in any of the formats, or the folder of an adapter that PEFT saved"
+        added.add_argument("file", type=Path, metavar="FILE", help=text)
         added.add_argument(
             "--architecture",
-            choices=[entry.name for entry in ARCHITECTURES],
-            help="model family, for files that do not tell",
+            choices=[entry.name for entry in (*ARCHITECTURES, OTHER)],
+            help="model family, for files that do not tell ('other': none of these; layers keep their names)",
         )
         if command is export:
             added.add_argument("--to", required=True, choices=FORMATS, help="format to write")

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .metrics import next_loss
 from .signals import WINDOW, StepSpread
 
 Entry = Mapping[str, Any]
@@ -18,6 +19,7 @@ class History:
     def __init__(self, log: Iterable[Entry] = ()) -> None:
         """``log``: lines of metrics.jsonl, oldest first."""
         self.losses: list[float] = []
+        """One finite number per update, see :func:`.metrics.next_loss`."""
         self.replay_noise = 0.0
         """Of the last update that measured it."""
         self.step_spread = StepSpread()
@@ -28,7 +30,7 @@ class History:
 
     def add(self, entry: Entry) -> None:
         """The next line."""
-        self.losses.append(entry.get("loss") or 0.0)
+        self.losses.append(next_loss(self.losses, entry.get("loss")))
         self.replay_noise = entry.get("replay_noise") or self.replay_noise
         self.step_spread.add(entry)
         (self._last if len(self._first) == WINDOW else self._first).append(entry)

@@ -57,8 +57,8 @@ class Tally:
 
     @property
     def replay_noise(self) -> float:
-        """Root mean square of log(replay / rollout); 0 if no tree was fresh."""
-        return math.sqrt(self.noise / max(self.noise_edges, 1))
+        """Root mean square of log(replay / rollout); 0 if no tree was fresh, or if it is not finite."""
+        return math.sqrt(self.noise / max(self.noise_edges, 1)) if math.isfinite(self.noise) else 0.0
 
 
 def _largest(values: Tensor) -> float:
@@ -68,7 +68,7 @@ def _largest(values: Tensor) -> float:
 
 
 class Metrics(BaseModel):
-    """What one update reports; one line of metrics.jsonl."""
+    """What one update reports; one line of metrics.jsonl, where numbers that are not finite are null."""
 
     iteration: int
     reward_mean: float
@@ -89,6 +89,7 @@ class Metrics(BaseModel):
     diversity: float | None = None
     """Mean distance of two leaves of one prompt, 0 to 1; None if the leaves were never decoded."""
     loss: float
+    """Mean over the edges of the optimizer steps that were taken; NaN if none was finite."""
     ratio_mean: float
     log_ratio_max: float
     """Largest |log ratio| of an edge; in the first pass over fresh trees, between replay and rollout."""
@@ -111,6 +112,19 @@ class Metrics(BaseModel):
     """Indices of the stochastic steps."""
 
 
+def next_loss(losses: Sequence[float], loss: float | None) -> float:
+    """What comes next in a run's curve: an update's loss, or again the last one if it has none, all steps left out."""
+    if loss is not None and math.isfinite(loss):
+        return loss
+    return losses[-1] if losses else 0.0
+
+
+def curve(losses: Sequence[float]) -> list[float]:
+    """Losses as a plot needs them that divides by their range: a flat one (of one update, say) ends a hair higher."""
+    values = list(losses) or [0.0]
+    return values if min(values) < max(values) else [*values, math.nextafter(values[-1], math.inf)]
+
+
 def summary(
     trees: Sequence[Tree], passes: Sequence[Tally], *, adapter_norm: float, iteration: int, clip: float, seconds: float
 ) -> Metrics:
@@ -121,12 +135,12 @@ def summary(
     for tree in trees:
         for stage, spent in tree.seconds.items():
             stages[stage] = stages.get(stage, 0.0) + spent
-    edges = max(sum(tally.edges for tally in passes), 1)
-    parents = sum(tally.parents for tally in passes)
+    steps = [tally for tally in passes if math.isfinite(tally.grad_norm)]
+    edges, parents = sum(tally.edges for tally in steps), sum(tally.parents for tally in steps)
+    none = math.nan if passes else 0.0
     components = signals.variance_components(
         [values for tree, values in zip(trees, total, strict=False) if tree.plan == trees[0].plan], trees[0].plan
     )
-    norms = [tally.grad_norm for tally in passes if math.isfinite(tally.grad_norm)]
     return Metrics(
         iteration=iteration,
         reward_mean=float(torch.cat([values.flatten() for values in total]).mean()),
@@ -144,18 +158,18 @@ def summary(
         ],
         effective_leaves=signals.effective_leaves(components, trees[0].plan),
         diversity=signals.diversity([tree.growth.thumbnails for tree in trees]),
-        loss=sum(tally.loss for tally in passes) / edges,
-        ratio_mean=sum(tally.ratio for tally in passes) / edges if parents else 1.0,
+        loss=sum(tally.loss for tally in steps) / edges if steps else none,
+        ratio_mean=sum(tally.ratio for tally in steps) / edges if steps else none + 1,
         log_ratio_max=max((max(tally.max_log_ratio, tally.max_noise) for tally in passes), default=0.0),
         replay_noise=passes[0].replay_noise if passes else 0.0,
         clip=clip,
-        clip_fraction=sum(tally.clipped for tally in passes) / edges,
-        kl=sum(tally.kl for tally in passes) / max(parents, 1),
-        grad_norm=sum(norms) / max(len(norms), 1),
+        clip_fraction=sum(tally.clipped for tally in steps) / edges if steps else none,
+        kl=sum(tally.kl for tally in steps) / parents if steps else none,
+        grad_norm=sum(tally.grad_norm for tally in steps) / max(len(steps), 1),
         adapter_norm=adapter_norm,
-        skipped=len(passes) - len(norms),
+        skipped=len(passes) - len(steps),
         nfe_sample=sum(tree.growth.forwards * len(tree.prompts) for tree in trees),
-        nfe_train=parents,
+        nfe_train=sum(tally.parents for tally in passes),
         seconds=sum(stages.values()),
         stages=stages,
         window=list(trees[0].plan.stochastic_steps),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batches import MicroBatches
+from .batches import MicroBatches, is_out_of_memory
 
 Predict = Callable[[Tensor, float], Tensor]
 """Noise (N, P, *latent) and a noise level -> predictions (N * P, *latent) of the model for latents of that noise."""
@@ -203,9 +203,9 @@ def require_no_memory(
     before = use(in_small_steps)
     try:
         *after, beside = use(among_others)
-    except torch.cuda.OutOfMemoryError:
-        raise
     except (RuntimeError, ValueError, IndexError) as error:
+        if is_out_of_memory(error):
+            raise
         raise UnfitError(f"it cannot do batches of one size after another ({error})") from error
     difference = max(map(_difference, before, after))
     if difference > TOLERANCE:

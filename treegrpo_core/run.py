@@ -95,6 +95,16 @@ class Run:
     def name(self) -> str:
         return self.folder.name
 
+    @property
+    def losses(self) -> list[float]:
+        """One finite number per update."""
+        return self.history.losses
+
+    @property
+    def replay_noise(self) -> float:
+        """Of the last update that measured it."""
+        return self.history.replay_noise
+
     @classmethod
     def create(
         cls,
@@ -209,7 +219,7 @@ class Run:
                     self.optimizer,
                     settings,
                     iteration=self.iteration,
-                    noise=self.history.replay_noise,
+                    noise=self.replay_noise,
                     average=self.average,
                     limits=self.limits,
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +18,8 @@ from .tree import Growth, Level, taken
 
 Score = Callable[[Tensor], Tensor]
 """Denoised predictions (N, P, *latent) -> (N, P), higher is better within each prompt's column."""
+ROUNDING = 1e-3
+"""What a schedule may lie above a model's highest noise level: it was written down in a few digits."""
 
 
 def node_path(node: int, branching: Sequence[int]) -> tuple[int, ...]:
@@ -180,7 +183,9 @@ def grow(
 
     ``limits`` remembers how many rows fit into the device's memory.
     """
-    check_schedule(sigmas, plan)
+    check_sigmas(sigmas, KERNELS[kernel].prediction)
+    if len(sigmas) != len(plan.steps) + 1:
+        raise ValueError(f"the plan '{plan}' has {len(plan.steps)} steps, but the sigmas have {len(sigmas) - 1}")
     if (score is None) != (plan.beam == 0):
         raise ValueError(f"beam is {plan.beam}; a plan with a beam, and only such a one, needs a score")
     if roots.shape[0] != plan.roots:
@@ -229,14 +234,26 @@ def sample(denoise: Denoiser, roots: Tensor, sigmas: Sequence[float], *, max_bat
     return x
 
 
-def check_schedule(sigmas: Sequence[float], plan: Plan) -> None:
-    """ValueError unless sigmas fall strictly from above 0 to exactly 0 in as many steps as the plan has."""
-    if len(sigmas) != len(plan.steps) + 1:
-        raise ValueError(f"the plan '{plan}' has {len(plan.steps)} steps, but the sigmas have {len(sigmas) - 1}")
+def check_sigmas(sigmas: Sequence[float], prediction: Prediction) -> None:
+    """ValueError unless sigmas are finite and fall strictly, to exactly 0, and from a level that such a model can have.
+
+    In a rectified flow the levels end at 1, where nothing of the picture is left. An eps- or v-prediction model can be
+    asked at any level: above its highest it sees almost pure noise, as at its highest.
+    """
+    if len(sigmas) < 2:
+        raise ValueError("sigmas: the schedule has fewer than 1 step; give the scheduler more steps and denoise 1")
+    for index, sigma in enumerate(sigmas):
+        if not math.isfinite(sigma):
+            raise ValueError(f"sigmas: sigma {index} is {sigma}; every noise level must be a finite number")
     if sigmas[-1] != 0:
         raise ValueError(
-            f"the last sigma is {sigmas[-1]}; the schedule must end at 0 (use the whole schedule, denoise 1)"
+            f"sigmas: the last sigma is {sigmas[-1]}; the schedule must end at 0 (use the whole schedule, denoise 1)"
         )
-    for index in range(len(sigmas) - 1):
-        if not sigmas[index] > sigmas[index + 1]:
-            raise ValueError(f"sigma {index} is {sigmas[index]} and the next {sigmas[index + 1]}; sigmas must fall")
+    for index, (sigma, sigma_next) in enumerate(pairwise(sigmas)):
+        if not sigma > sigma_next:
+            raise ValueError(f"sigmas: sigma {index} is {sigma} and the next {sigma_next}; sigmas must fall")
+    if prediction == "flow" and sigmas[0] > 1 + ROUNDING:
+        raise ValueError(
+            f"sigmas: the highest is {sigmas[0]:g}, but this model is a rectified flow, whose noise levels end at 1; "
+            "use a scheduler that takes the model, such as BasicScheduler or TreeGRPO Schedule"
+        )

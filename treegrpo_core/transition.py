@@ -82,7 +82,7 @@ def _cps(x: Tensor, denoised: Tensor, sigma: float, sigma_next: float, eta: floa
 
 
 def _ancestral(x: Tensor, denoised: Tensor, sigma: float, sigma_next: float, eta: float) -> tuple[Tensor, float]:
-    """DDIM with eta (DDPO, arXiv 2305.13301) in k-diffusion's parametrisation."""
+    """DDIM with eta (DDPO, arXiv 2305.13301) in k-diffusion's parametrisation; at most all of the noise is new."""
     up = min(sigma_next, eta * math.sqrt(sigma_next**2 * (sigma**2 - sigma_next**2) / sigma**2))
     down = math.sqrt(sigma_next**2 - up**2)
     return x + (x - denoised) / sigma * (down - sigma), up
@@ -90,17 +90,21 @@ def _ancestral(x: Tensor, denoised: Tensor, sigma: float, sigma_next: float, eta
 
 @dataclass(frozen=True)
 class Kernel:
-    """``moments(x, denoised, sigma, sigma_next, eta) -> (mean, std)``, the models it is valid for, its usual eta."""
+    """``moments(x, denoised, sigma, sigma_next, eta) -> (mean, std)``, the models it is valid for, its usual eta.
+
+    ``max_eta``: above it the noise would become less again.
+    """
 
     moments: Callable[[Tensor, Tensor, float, float, float], tuple[Tensor, float]]
     prediction: Prediction
     default_eta: float
+    max_eta: float = math.inf
 
 
 KERNELS: dict[str, Kernel] = {
     "flow_sde": Kernel(_flow_sde, "flow", 0.7),
     "dance_sde": Kernel(_dance_sde, "flow", 0.3),
-    "cps": Kernel(_cps, "flow", 0.7),
+    "cps": Kernel(_cps, "flow", 0.7, max_eta=1.0),
     "ancestral": Kernel(_ancestral, "eps", 1.0),
 }
 
@@ -124,15 +128,26 @@ def choose_kernel(name: str, prediction: Prediction, default: str = "") -> str:
     return name
 
 
+def check_eta(kernel: str, eta: float) -> None:
+    """ValueError unless eta is a number above 0 and not above what the kernel is defined for."""
+    highest = KERNELS[kernel].max_eta
+    if not (math.isfinite(eta) and 0 < eta <= highest):
+        upper = f" and at most {highest:g}" if math.isfinite(highest) else ""
+        raise ValueError(f"eta: it is {eta:g}; with kernel {kernel!r} it must be a number above 0{upper}")
+
+
 def moments(
     kernel: str, x: Tensor, denoised: Tensor, sigma: float, sigma_next: float, *, eta: float
 ) -> tuple[Tensor, float]:
     """Mean (N, *latent) float32 and standard deviation of the children of N nodes under a kernel."""
     if not sigma > sigma_next > 0:
         raise ValueError(f"a stochastic step needs sigma > sigma_next > 0, got {sigma} -> {sigma_next}")
+    check_eta(kernel, eta)
     mean, std = KERNELS[kernel].moments(x.float(), denoised.float(), sigma, sigma_next, eta)
-    if not std > 0:
-        raise ValueError(f"kernel {kernel} with eta {eta} has no noise at sigma {sigma}: eta must be above 0")
+    if not std**2 > 0:
+        raise ValueError(
+            f"eta: with {eta:g}, kernel {kernel!r} has no noise from sigma {sigma} to {sigma_next}; raise it"
+        )
     return mean, std
 
 

@@ -44,8 +44,8 @@ def test_adding_is_reading_again():
     assert grown.replay_noise == 0.5, "the last that was measured"
 
 
-def test_a_loss_that_is_no_number_counts_as_none():
-    """As json writes it: null."""
-    history = History([{"loss": None}, {}])
-    assert history.losses == [0.0, 0.0]
+def test_where_a_loss_is_missing_the_curve_stays_where_it_was():
+    """As json writes one that is no number: null."""
+    history = History([{"loss": None}, {"loss": 2.0}, {}, {"loss": None}])
+    assert history.losses == [0.0, 2.0, 2.0, 2.0]
     assert all(map(math.isfinite, history.losses))

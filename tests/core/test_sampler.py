@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -120,13 +121,27 @@ def test_user_order_and_tree_order_are_inverse():
     [
         ((1.0, 0.5, 0.0), "10 steps, but the sigmas have 2"),
         ((*SIGMAS[:-1], 0.05), "must end at 0"),
-        ((*SIGMAS[:3], SIGMAS[2], *SIGMAS[4:]), "sigma 2 is"),
+        ((*SIGMAS[:3], SIGMAS[2], *SIGMAS[4:]), "sigmas: sigma 2 is"),
+        ((1.2, *SIGMAS[1:]), "sigmas: the highest is 1.2, .* a rectified flow, whose noise levels end at 1; use"),
+        ((*SIGMAS[:4], math.nan, *SIGMAS[5:]), "sigmas: sigma 4 is nan"),
+        ((math.inf, *SIGMAS[1:]), "sigmas: sigma 0 is inf"),
+        ((*SIGMAS[:-1], math.nan), "sigmas: sigma 10 is nan"),
+        ((), "sigmas: the schedule has fewer than 1 step"),
+        ((0.0,), "sigmas: the schedule has fewer than 1 step"),
     ],
 )
 def test_a_schedule_that_does_not_fit_is_refused(sigmas, names):
     plan = tree_plan(10)
     with pytest.raises(ValueError, match=names):
         grow(lambda x, sigma: x, roots_for(plan, 1), sigmas, plan, kernel="flow_sde", eta=0.7, seed=0)
+
+
+@pytest.mark.parametrize(("kernel", "highest"), [("flow_sde", 1.0005), ("ancestral", 14.614642), ("ancestral", 80.0)])
+def test_a_rounding_above_the_highest_level_is_allowed_and_models_without_one_take_any(kernel, highest):
+    plan = tree_plan(10, 2, 2, 1)
+    sigmas = (highest, *SIGMAS[1:])
+    grown = grow(lambda x, sigma: 0 * x, roots_for(plan, 1), sigmas, plan, kernel=kernel, eta=0.7, seed=0)
+    assert grown.leaves.isfinite().all()
 
 
 def test_too_small_a_batch_says_what_to_do(tmp_path):

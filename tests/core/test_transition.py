@@ -106,13 +106,43 @@ def test_exactly_one_of_noise_and_child():
 
 @pytest.mark.parametrize(
     ("arguments", "names"),
-    [((0.5, 0.0, 0.7), "sigma_next > 0"), ((0.4, 0.5, 0.7), "0.4 -> 0.5"), ((0.5, 0.4, 0.0), "eta must be above 0")],
+    [
+        ((0.5, 0.0, 0.7), "sigma_next > 0"),
+        ((0.4, 0.5, 0.7), "0.4 -> 0.5"),
+        ((0.5, 0.4, 1e-200), "has no noise from sigma 0.5 to 0.4; raise it"),
+    ],
 )
 def test_a_step_without_noise_is_an_error(arguments, names):
     x = torch.zeros(1, 4)
     sigma, sigma_next, eta = arguments
     with pytest.raises(ValueError, match=names):
         step("flow_sde", x, x, sigma, sigma_next, eta=eta, noise=x)
+
+
+@pytest.mark.parametrize("eta", [0.0, -0.5, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kernel", list(KERNELS))
+def test_eta_is_a_number_above_0(kernel, eta):
+    x = torch.zeros(1, 4)
+    with pytest.raises(ValueError, match=f"eta: it is {eta:g}; with kernel '{kernel}' it must be a number above 0"):
+        step(kernel, x, x, 0.5, 0.4, eta=eta, noise=x)
+
+
+def test_cps_takes_no_eta_at_which_its_noise_would_become_less_again():
+    x = torch.zeros(1, 4)
+    stds = [step("cps", x, x, 0.5, 0.4, eta=eta, noise=x).std for eta in (0.5, 0.9, 0.999, 1.0)]
+    assert stds == sorted(set(stds))
+    assert stds[-1] == 0.4, "all noise of the child is new"
+    for eta in (1.001, 1.5, 2.0, 3.0):
+        with pytest.raises(ValueError, match=f"eta: it is {eta:g}; with kernel 'cps' it must .* above 0 and at most 1"):
+            step("cps", x, x, 0.5, 0.4, eta=eta, noise=x)
+
+
+@pytest.mark.parametrize("kernel", ["flow_sde", "dance_sde", "ancestral"])
+def test_more_eta_is_never_less_noise(kernel):
+    x = torch.zeros(1, 4)
+    stds = [step(kernel, x, x, 0.5, 0.4, eta=eta, noise=x).std for eta in (0.3, 1.0, 1.5, 3.0, 10.0)]
+    assert stds == sorted(stds)
+    assert kernel != "ancestral" or stds[1] < stds[-1] == 0.4, "no more than the child's level"
 
 
 def test_kernel_must_fit_the_model():

@@ -40,6 +40,12 @@ CASES = {
         "'ancestral' does not fit this model",
     ),
     "schedule that does not end at 0": ("sigmas", {"denoise": 0.0}, "TreeSampler", "sigmas: the schedule has fewer"),
+    "cps with more noise than there is": (
+        "sampler",
+        {"kernel": "cps", "eta": 1.5},
+        "TreeSampler",
+        "eta: it is 1.5; .*at most 1",
+    ),
     "batch smaller than the prompts": ("sampler", {"max_batch": 1}, "TreeSampler", "max_batch is 1, but 2 prompts"),
     "prompts of another number": ("sampler", {"prompts": "a\nb\nc"}, "TreeSampler", "3 lines, but .* 2 rows"),
     "latent batch": ("latent", {"batch_size": 3}, "TreeSampler", "batch size is 3, but there are 2 prompts"),

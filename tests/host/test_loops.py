@@ -79,7 +79,7 @@ def test_every_update_runs_once_whatever_core_keeps(comfy, tmp_path, run_name, a
         comfy.run(queued)
     nodes = in_a_row(graph, run_name)
     alive = graph.add("TestCount", classes="OpenAISignatureMMDITWrapper Run", after=nodes.end[3])
-    with Server(others=[PACK], arguments=arguments) as server:
+    with Server(others=[PACK], arguments=["--cpu", *arguments]) as server:
         outputs, counts = run_counting(server, graph)
         assert [entry["iteration"] for entry in log_of(server, run_name)] == list(range(5))
         assert same(state_of(server, run_name), state_of(comfy, run_name))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -106,6 +108,23 @@ def test_core_nodes_take_the_lora_and_the_losses(comfy, graph, run_name):
     assert comfy.images(outputs[plot]).std() > 0
     assert not np.array_equal(comfy.images(outputs[with_lora]), comfy.images(outputs[base]))
     assert len(list((comfy.output / "loras").glob(f"{run_name}*.safetensors"))) == 1
+
+
+def test_an_update_without_a_loss_is_drawn_too_and_what_is_said_of_it_is_json(comfy, graph, run_name):
+    """All its steps were left out; its line in the log has null, and the run is read from the disk again."""
+    nodes = training(graph, run_name)
+    comfy.run(graph)
+    folder = comfy.output / "treegrpo" / run_name
+    entry = json.loads((folder / "metrics.jsonl").read_text())
+    (folder / "metrics.jsonl").write_text(json.dumps({**entry, "loss": None}) + "\n")
+    (folder / "state.safetensors").touch()
+    plot = graph.add("LossGraphNode", loss=nodes.update[2], filename_prefix=f"loss {run_name}")
+    losses, metrics = (graph.add("PreviewAny", source=nodes.update[slot]) for slot in (2, 3))
+    outputs = comfy.run(graph)
+    assert comfy.images(outputs[plot]).std() > 0
+    said = json.loads(outputs[metrics]["text"][0])
+    assert said == json.loads((folder / "metrics.jsonl").read_text().splitlines()[1])
+    assert json.loads(outputs[losses]["text"][0]) == {"loss": [0.0, said["loss"]]}
 
 
 def test_best_leaves_are_the_ones_with_the_highest_reward(comfy, graph, run_name):

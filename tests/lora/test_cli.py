@@ -48,6 +48,22 @@ def test_inspect_says_what_it_is(lora: Path, capsys: pytest.CaptureFixture[str])
     assert said["as kohya also in"] == "A1111" and said["as diffusers also in"] == "diffusers"
 
 
+@pytest.mark.parametrize("prefix", ["lycoris_", "lora_transformer_", "base_model.model.", ""])
+def test_names_of_another_trainer_promise_no_program(
+    tmp_path: Path, prefix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Programs differ in which of them they know, ComfyUI by family; in a usual form more load it."""
+    name = "transformer_blocks.0.ff.net.2"
+    stem = prefix + (name.replace(".", "_") if prefix.endswith("_") else name)
+    matrices = {f"{stem}.lora_A.weight": torch.ones(2, 6144), f"{stem}.lora_B.weight": torch.ones(1536, 2)}
+    save_file(matrices, tmp_path / "x.safetensors")
+    assert main(["inspect", str(tmp_path / "x.safetensors")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (loads,) = (line for line in lines if line.startswith("loads in"))
+    assert loads.endswith("not known; its names are another trainer's")
+    assert any(line.startswith("as kohya also in") and "ComfyUI" in line and "A1111" in line for line in lines)
+
+
 def test_errors_are_one_line_and_leave_no_file(lora: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = str(lora.with_name("new.safetensors"))
     broken = lora.with_name("broken.safetensors")

@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from ..adapter import Adapter
-from ..architectures import OTHER, architecture_from_layers
-from . import parts
-from .detect import family_of
-from .file import Format, LoraFile, tensors_only, write
+from .endings import Format
+from .file import LoraFile
+from .writing import tensors_only, write
 
 
 def file_of(
@@ -20,11 +19,7 @@ def file_of(
 ) -> LoraFile:
     """The adapter's weights (``state``: others in their place), to be written in the format ``to``."""
     layers = adapter.factors(state, for_comfyui=to == "comfyui")
-    architecture = adapter.architecture
-    if architecture == OTHER:
-        inputs = {name: layer[parts.A].shape[1] for name, layer in layers.items() if parts.A in layer}
-        architecture = family_of(layers, header, None, of_diffusers=False) or architecture_from_layers(inputs)
-    return LoraFile(layers, dict(header), architecture)
+    return LoraFile(layers, dict(header), adapter.architecture)
 
 
 def lora_tensors(adapter: Adapter) -> dict[str, Tensor]:

@@ -6,14 +6,13 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..architectures import ARCHITECTURES, OTHER, Architecture
+from ..architectures import ARCHITECTURES, OTHER, Architecture, architecture_named
 from . import parts
 
 COMFYUI = "https://github.com/comfyanonymous/ComfyUI"
@@ -25,13 +24,36 @@ def named_architecture(header: Mapping[str, str]) -> Architecture | None:
     for entry in ARCHITECTURES:
         if header.get("treegrpo.architecture") == entry.name:
             return entry
-    for entry in ARCHITECTURES:
-        if entry.modelspec and header.get("modelspec.architecture") == entry.modelspec:
-            return entry
-    for entry in ARCHITECTURES:
-        if entry.base_version and header.get("ss_base_model_version") == entry.base_version:
-            return entry
-    return None
+    for key in ("modelspec.architecture", "ss_base_model_version"):
+        said = header.get(key, "").lower()
+        for entry in ARCHITECTURES:
+            if re.match(_NAMES[entry.name], said):
+                return entry
+    return architecture_named("SD2") if header.get("ss_v2") == "True" else None
+
+
+_NAMES = {
+    "SD1.5": "stable-diffusion-v1|sd_v1",
+    "SD2": "stable-diffusion-v2|sd_v2",
+    "SDXL": "stable-diffusion-xl|sdxl",
+    "SD3": "stable-diffusion-v?3|sd3",
+    "Flux": r"flux[-_.]?1(?!\d)",
+    "Flux 2": r"flux[-_.]?2(?!\d)",
+    "Qwen-Image": "qwen[-_]?image",
+    "Z-Image": "z[-_]?image",
+    "Lumina 2": "lumina[-_]?(image-)?2",
+    "Wan": "wan",
+}
+"""How trainers begin the names of a family's models, which go on with the version."""
+
+
+def names_another_family(header: Mapping[str, str]) -> bool:
+    """Whether the header names a family without an entry whose layers are called as those of one that has an entry."""
+    said = (header.get(key, "").lower() for key in ("modelspec.architecture", "ss_base_model_version"))
+    return any(word in text for text in said for word in _LOOKALIKES)
+
+
+_LOOKALIKES = ("chroma", "hunyuan", "longcat", "omnigen", "newbie", "auraflow", "framepack")
 
 
 def complete_header(
@@ -75,21 +97,13 @@ _FROM_CONTENT = {
 def _network(layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
     """Kohya's description of the network; a value that is not the same for all layers is ``Dynamic``, as in kohya's."""
     kinds = {parts.kind(layer) for layer in layers.values()}
-    ranks = {rank_of(layer) for layer in layers.values()} - {None}
-    alphas = {float(layer["alpha"]) if "alpha" in layer else float(rank_of(layer) or 1) for layer in layers.values()}
+    ranks = {parts.rank(layer) for layer in layers.values()} - {None}
+    alphas = {float(layer["alpha"]) if "alpha" in layer else float(parts.rank(layer) or 1) for layer in layers.values()}
     return {
         "ss_network_module": "networks.lora" if kinds == {"LoRA"} else "lycoris.kohya",
         "ss_network_dim": str(ranks.pop()) if len(ranks) == 1 else "Dynamic",
         "ss_network_alpha": str(alphas.pop()) if len(alphas) == 1 else "Dynamic",
     }
-
-
-def rank_of(layer: Mapping[str, Tensor]) -> int | None:
-    """The rank of one layer's adapter; None for a LoKr of whole matrices."""
-    for name, axis in ((parts.A, 0), ("hada_w1_b", 0), ("lokr_w2_b", 0), ("lokr_w1_b", 0)):
-        if name in layer:
-            return layer[name].shape[axis]
-    return None
 
 
 def _hashes(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> dict[str, str]:
@@ -123,36 +137,3 @@ def _peft_settings(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         "lora_bias": False,
     }
     return {f"{component}.{key}": value for key, value in settings.items()}
-
-
-def alpha_of_diffusers(header: Mapping[str, str], layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Alpha of the layers that have none of their own, where diffusers' settings in the header give one.
-
-    ValueError if those settings are not what diffusers writes.
-    """
-    try:
-        return _alpha_of_settings(json.loads(header.get("lora_adapter_metadata", "{}")), layers)
-    except (TypeError, AttributeError, ValueError, re.error) as error:
-        raise ValueError(
-            f"the header's lora_adapter_metadata, which says how strong the LoRA is, cannot be understood ({error})"
-        ) from None
-
-
-def _alpha_of_settings(settings: Any, layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    own = {key.split(".", 1)[1]: value for key, value in settings.items() if key.startswith(("unet.", "transformer."))}
-    if "lora_alpha" not in own:
-        return {}
-    found = {}
-    for name, layer in layers.items():
-        rank = rank_of(layer)
-        if parts.ALPHA in layer or rank is None:
-            continue
-        alpha = float(_matching(own.get("alpha_pattern") or {}, name, own["lora_alpha"]))
-        found[name] = torch.tensor(alpha * rank**0.5 if own.get("use_rslora") else alpha)
-    return found
-
-
-def _matching(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Peft's rule: a pattern is a whole name or what follows a dot in it."""
-    found: Iterable[Any] = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name))
-    return next(iter(found), default)

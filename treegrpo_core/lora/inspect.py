@@ -13,7 +13,6 @@ from torch import Tensor
 from ..architectures import Architecture
 from . import parts
 from .file import FORMATS, Found, read_any
-from .header import rank_of
 from .programs import loaded_by
 
 KOHYA_HISTORY = ("ss_sd_model_name", "ss_steps", "ss_num_epochs", "ss_learning_rate", "ss_num_train_images")
@@ -29,24 +28,29 @@ def describe(path: Path, architecture: Architecture | None = None) -> str:
     file = found.file
     kinds = {parts.kind(layer) for layer in file.layers.values()}
     lines = {
-        "file": f"{path.name}, {path.stat().st_size / 2**20:.1f} MiB, {_types(file.layers.values())}",
+        "file": f"{found.path.name}, {found.path.stat().st_size / 2**20:.1f} MiB, {_types(file.layers.values())}",
         "architecture": file.architecture.name,
         "format": found.format,
         "kind": ", ".join(sorted(kinds)),
-        "rank": _counted(str(rank_of(layer) or "whole matrix") for layer in file.layers.values()),
+        "rank": _counted(str(parts.rank(layer) or "whole matrix") for layer in file.layers.values()),
         "alpha / rank": _counted(f"{parts.scale(layer):g}" for layer in file.layers.values() if parts.A in layer),
         "targets": _targets(file.layers, file.architecture),
         **_history(file.metadata),
-        "loads in": ", ".join(_loaders(found, kinds)) or "no program known",
+        "loads in": ", ".join(_loaders(found, kinds))
+        or ("no program known" if found.usual else "not known; its names are another trainer's"),
     }
     if found.text_encoder:
         lines["text encoders"] = f"{len(found.text_encoder)} keys, which export leaves out only on purpose"
     for to in FORMATS:
         more = [program for program in loaded_by(file.architecture, to, kinds) if program not in _loaders(found, kinds)]
-        if to != found.format and more and "DoRA" not in kinds:
+        # The command has no base weights, without which a DoRA cannot go to diffusers or come from it.
+        changed = to != found.format or found.needs or not found.usual
+        if changed and more and not ("DoRA" in kinds and found.peft_magnitudes != (to == "diffusers")):
             lines[f"as {to} also in"] = ", ".join(more)
+    notes = list(found.notes)
     if any(_sort(name, file.architecture) == "other" for name in file.layers):
-        lines["note"] = "the programs are known for attention and MLP layers; the others of this file may be refused"
+        notes.append("the programs are known for attention and MLP layers; the others of this file may be refused")
+    lines["note"] = "; ".join(notes)
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {_one_line(text)}" for name, text in lines.items() if text)
 
@@ -57,7 +61,10 @@ def _one_line(text: str) -> str:
 
 
 def _loaders(found: Found, kinds: set[str]) -> list[str]:
-    return loaded_by(found.file.architecture, found.format, kinds)
+    programs = loaded_by(found.file.architecture, found.format, kinds)
+    if found.needs == "PEFT":
+        return ["PEFT"]
+    return [program for program in programs if found.usual and found.needs in (None, program)]
 
 
 def _counted(values: Iterable[str]) -> str:

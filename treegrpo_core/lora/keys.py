@@ -6,7 +6,7 @@ A :class:`Rule` says for one layer of ComfyUI's model which layers of diffusers'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -46,23 +46,32 @@ class Place:
 
 
 class KeyMap:
-    """All rules of a family, by ComfyUI's names and by any name."""
+    """All rules of a family, by ComfyUI's names and by any name.
 
-    def __init__(self, rules: Sequence[Rule]) -> None:
-        self.by_native: dict[str, Rule] = {}
-        self._by_flat: dict[str, Place] = {}
-        for template in rules:
-            blocks = range(template.blocks) if "{}" in template.native else range(1)
-            for rule in map(template.numbered, blocks):
-                self.by_native[rule.native] = rule
-                for part, name in enumerate(rule.diffusers):
-                    self._by_flat[flat(name)] = Place(rule, part)
+    ``also``: rules with further names that ComfyUI's loader takes for the family's layers and that diffusers' model of
+    it does not have.
+    """
+
+    def __init__(self, rules: Iterable[Rule], also: Iterable[Rule] = ()) -> None:
+        numbered = list(_numbered(rules))
+        self.by_native = {rule.native: rule for rule in numbered}
+        self._by_flat = _by_part(numbered)
         # A name that both models have means ComfyUI's layer; where it has other rows there, the names differ.
         self._by_flat.update({flat(name): Place(rule, None) for name, rule in self.by_native.items()})
+        self._also = _by_part(rule for rule in _numbered(also) if rule.native in self.by_native)
 
-    def find(self, name: str) -> Place | None:
-        """The place of a layer, by ComfyUI's or diffusers' name, with dots or underscores."""
-        return self._by_flat.get(flat(name))
+    def find(self, name: str, *, also: bool = True) -> Place | None:
+        """The place of a layer, by ComfyUI's, diffusers' or (``also``) a further name, with dots or underscores."""
+        return self._by_flat.get(flat(name)) or (self._also.get(flat(name)) if also else None)
+
+
+def _numbered(rules: Iterable[Rule]) -> Iterator[Rule]:
+    for template in rules:
+        yield from map(template.numbered, range(template.blocks) if "{}" in template.native else range(1))
+
+
+def _by_part(rules: Iterable[Rule]) -> dict[str, Place]:
+    return {flat(name): Place(rule, part) for rule in rules for part, name in enumerate(rule.diffusers)}
 
 
 def flat(name: str) -> str:
@@ -73,12 +82,13 @@ def flat(name: str) -> str:
 @lru_cache
 def key_map(architecture: Architecture) -> KeyMap:
     """The rules of a family; none for a family that diffusers does not have."""
+    from .other_names import OTHER_NAMES
     from .transformer_keys import TRANSFORMERS
     from .unet_keys import unet_rules
 
-    if is_unet(architecture):
-        return KeyMap(unet_rules(architecture.name))
-    return KeyMap(TRANSFORMERS.get(architecture.name, ()))
+    unet = is_unet(architecture)
+    rules = unet_rules(architecture.name) if unet else TRANSFORMERS.get(architecture.name, ())
+    return KeyMap(rules, OTHER_NAMES.get(architecture.name, ()))
 
 
 def is_unet(architecture: Architecture) -> bool:

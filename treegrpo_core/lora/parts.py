@@ -18,11 +18,21 @@ Layer = Mapping[str, Tensor]
 A, B, ALPHA, DORA = "lora_A.weight", "lora_B.weight", "alpha", "dora_scale"
 PLAIN = {A, B, ALPHA, DORA}
 """What can be split, merged, and said in diffusers' format; anything else belongs to LoHa, LoKr or Tucker."""
+PER_COLUMN = "DoRA per column"
+"""The kind of a DoRA whose magnitudes belong to the inputs (LyCORIS with ``wd_on_output=False``)."""
 
 
 def scale(layer: Layer) -> float:
     """What B A is multiplied by: alpha / rank, or 1 without alpha."""
     return float(layer[ALPHA]) / layer[A].shape[0] if ALPHA in layer else 1.0
+
+
+def rank(layer: Layer) -> int | None:
+    """The rank of an adapter; None for a LoKr of whole matrices."""
+    for name, axis in ((A, 0), ("hada_w1_b", 0), ("lokr_w2_b", 0), ("lokr_w1_b", 0)):
+        if name in layer:
+            return layer[name].shape[axis]
+    return None
 
 
 def folded(layer: Layer) -> dict[str, Tensor]:
@@ -35,16 +45,16 @@ def split(layer: Layer, rule: Rule, name: str) -> dict[str, dict[str, Tensor]]:
     """ComfyUI's layer ``name`` as diffusers' layers, without alpha. Raises ValueError if it cannot be split."""
     if not layer.keys() <= PLAIN:
         raise ValueError(f"layer {name} is {kind(layer)}, and only LoRA and DoRA can be written in diffusers' format")
+    if kind(layer) == PER_COLUMN:
+        raise ValueError(
+            f"layer {name} is DoRA with a magnitude per input column (LyCORIS with wd_on_output=False), and diffusers "
+            "knows only one per output row; export as comfyui or kohya"
+        )
     whole = folded(layer)
-    # A magnitude per row can be split and stacked as B; one per column belongs to the layer as a whole.
-    one_layer = len(rule.diffusers) == 1
-    by_row = DORA not in whole or whole[DORA].shape[0] == whole[B].shape[0]
     if rule.swap and _two_outputs(whole):
         whole = _swapped(whole)
-    if one_layer:
+    if len(rule.diffusers) == 1:
         return {rule.diffusers[0]: whole}
-    if not by_row:
-        raise ValueError(f"layer {name} is DoRA with a magnitude per column, and diffusers has several layers for it")
     rows = _rows(whole[B].shape[0], rule, name)
     rowwise = {key: whole[key].split(rows) for key in (B, DORA) if key in whole}
     return {
@@ -62,7 +72,8 @@ def merge(parts: Mapping[int, Layer], rule: Rule) -> dict[str, Tensor]:
         layer = dict(parts[0])
         return _swapped(layer) if rule.swap and _two_outputs(layer) else layer
     for number, piece in parts.items():
-        if not piece.keys() <= PLAIN or (DORA in piece and len(parts) < len(rule.diffusers)):
+        partial = DORA in piece and len(parts) < len(rule.diffusers)
+        if not piece.keys() <= PLAIN or partial or kind(piece) == PER_COLUMN:
             what = f"layer {rule.diffusers[number]} is {kind(piece)}"
             raise ValueError(f"{what}, which cannot become a part of ComfyUI's {rule.native}")
     given: list[Layer] = [parts[number] for number in sorted(parts)]
@@ -81,19 +92,39 @@ def merge(parts: Mapping[int, Layer], rule: Rule) -> dict[str, Tensor]:
         down, up = torch.cat(downs), _block_diagonal(parts, ups)
     merged = {A: down, B: up, ALPHA: torch.tensor(common * down.shape[0])}
     if DORA in given[0]:
-        merged[DORA] = torch.cat([layer[DORA].reshape(-1, 1) for layer in given])
+        merged[DORA] = torch.cat([layer[DORA] for layer in given])
     return merged
 
 
+def magnitudes(values: Tensor, down: Tensor, up: Tensor, *, per_row: bool) -> Tensor:
+    """A DoRA's magnitudes with as many dimensions as its matrices: (out, 1, ...) or, per input column, (1, in, ...).
+
+    ``per_row``: they are known to be one per output; otherwise their shape says so, and plain rows of numbers are, if
+    there are as many as outputs. Raises ValueError if they are neither as many as outputs nor as inputs.
+    """
+    rows, columns, ones = up.shape[0], down.shape[1], (1,) * (down.ndim - 2)
+    flat = values.ndim == 1 or values.numel() == max(values.shape)
+    if flat and values.numel() == rows and (per_row or values.ndim == 1 or values.shape[0] == rows):
+        return values.reshape(rows, 1, *ones)
+    if flat and values.numel() == columns and not per_row and (values.ndim == 1 or values.shape[1] == columns):
+        return values.reshape(1, columns, *ones)
+    raise ValueError(f"magnitudes of shape {tuple(values.shape)}, but {rows} outputs and {columns} inputs")
+
+
 def kind(layer: Layer) -> str:
-    """LoRA, DoRA, LoHa, LoKr or Tucker LoRA."""
+    """LoRA, DoRA, DoRA per column, LoHa, LoKr, Tucker LoRA or enlarging LoRA."""
     if any(name.startswith("hada_") for name in layer):
         return "LoHa"
     if any(name.startswith("lokr_") for name in layer):
         return "LoKr"
     if "lora_mid.weight" in layer:
         return "Tucker LoRA"
-    return "DoRA" if DORA in layer else "LoRA"
+    if "reshape_weight" in layer:
+        return "enlarging LoRA"
+    if DORA not in layer:
+        return "LoRA"
+    per_row = B not in layer or layer[B].shape[0] == layer[DORA].shape[0] == layer[DORA].numel()
+    return "DoRA" if per_row else PER_COLUMN
 
 
 def _times(up: Tensor, factor: float) -> Tensor:

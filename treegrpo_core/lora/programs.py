@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..architectures import Architecture
+from . import parts
 
 ANY = frozenset({"*"})
 
@@ -38,17 +39,33 @@ LoHa, and of LoKr other names.
 """
 
 
-def loaded_by(architecture: Architecture, to: str, kinds: set[str]) -> list[str]:
-    """The programs that load a file of a family in a format with these kinds of adapters.
+DORA: dict[str, dict[str, frozenset[str]]] = {
+    "DoRA": {
+        "comfyui": frozenset({"ComfyUI (and SwarmUI)", "Forge"}),
+        "kohya": frozenset({"ComfyUI (and SwarmUI)", "Forge"}),
+        "diffusers": frozenset({"diffusers"}),
+    },
+    parts.PER_COLUMN: {
+        "comfyui": frozenset({"ComfyUI (and SwarmUI)", "Forge", "InvokeAI"}),
+        "kohya": frozenset({"ComfyUI (and SwarmUI)", "Forge", "A1111", "InvokeAI"}),
+        "diffusers": frozenset(),
+    },
+}
+"""Kind of DoRA -> format -> the programs that mean by its magnitudes what it does; others compute something else.
 
-    Programs differ in what a DoRA's magnitudes mean, so each only has those of its own format.
-    """
+One per output row is divided by the norms of the base weights in ComfyUI and Forge, by those of the changed weights in
+PEFT; A1111 and InvokeAI take every ``dora_scale`` as one per input column.
+"""
+
+
+def loaded_by(architecture: Architecture, to: str, kinds: set[str]) -> list[str]:
+    """The programs that load a file of a family in a format with these kinds of adapters."""
     return [
         program
         for program, formats in PROGRAMS.items()
         if _includes(formats, to, architecture.name)
-        and (program != "diffusers" or kinds <= {"LoRA", "DoRA"})
-        and ("DoRA" not in kinds or (to == "diffusers") == (program == "diffusers"))
+        and (program != "diffusers" or kinds <= {"LoRA", *DORA})
+        and all(program in DORA[kind][to] for kind in kinds & DORA.keys())
     ]
 
 

@@ -24,8 +24,8 @@ def read_header(path: Path) -> dict[str, str]:
         ) from None
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file.
+def read_tensors(path: Path, unchecked: str) -> dict[str, Tensor]:
+    """All tensors of a safetensors file; those whose names begin with ``unchecked`` may hold anything.
 
     Raises ValueError for a pickle, a damaged file or a number that is none, FileNotFoundError for no file.
     """
@@ -40,7 +40,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             f"{path.name} is not a complete safetensors file ({error}); export or download it again"
         ) from None
     for name, value in tensors.items():
-        if not value.is_floating_point() and not name.endswith(".alpha"):
+        if name.startswith(unchecked):
+            continue
+        if not value.is_floating_point() and not name.endswith((".alpha", ".reshape_weight")):
             raise ValueError(f"{path.name}: {name} holds {value.dtype}, which are no weights of an adapter")
         if not value.float().isfinite().all():  # float: of 8-bit numbers torch cannot tell
             raise ValueError(f"{path.name}: {name} holds NaN or infinity; the file is spoilt, use an earlier one")

@@ -98,11 +98,13 @@ FLUX = [
         "single_blocks.{}.linear1",
         tuple(f"single_transformer_blocks.{{}}.{name}" for name in (*_qkv("attn"), "proj_mlp")),
         shares=(1, 1, 1, 4),
+        blocks=38,
     ),
     *_rules(
         "single_blocks.{}.",
         "single_transformer_blocks.{}.",
         {"linear2": "proj_out", "modulation.lin": "norm.linear"},
+        blocks=38,
     ),
     *_rules("", "", FLUX_REST),
     *(
@@ -117,7 +119,7 @@ FLUX = [
 ]
 
 FLUX2 = [
-    *_rules("double_blocks.{}.", "transformer_blocks.{}.", FLUX_ATTENTION),
+    *_rules("double_blocks.{}.", "transformer_blocks.{}.", FLUX_ATTENTION, blocks=8),
     *_rules(
         "double_blocks.{}.",
         "transformer_blocks.{}.",
@@ -127,11 +129,13 @@ FLUX2 = [
             "txt_mlp.0": "ff_context.linear_in",
             "txt_mlp.2": "ff_context.linear_out",
         },
+        blocks=8,
     ),
     *_rules(
         "single_blocks.{}.",
         "single_transformer_blocks.{}.",
         {"linear1": "attn.to_qkv_mlp_proj", "linear2": "attn.to_out"},
+        blocks=48,
     ),
     *_rules("", "", FLUX_REST),
     *(
@@ -257,6 +261,7 @@ WAN = [
         },
     ),
     Rule("head.head", ("proj_out",)),
+    *_same("patch_embedding"),
 ]
 
 TRANSFORMERS: dict[str, list[Rule]] = {

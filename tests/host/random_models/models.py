@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 TOKENS = 6
-"""Length of every text."""
+"""Length of every text of a reduced model."""
 
 UNET = {
     "image_size": 32,
@@ -229,60 +232,127 @@ MODELS: dict[str, Reduced] = {
 }
 
 
-FULL_SIZE: dict[str, dict[str, Any]] = {
-    "SD1.5": {
-        "model_channels": 320,
-        "num_res_blocks": [2, 2, 2, 2],
-        "channel_mult": [1, 2, 4, 4],
-        "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0],
-        "transformer_depth_output": [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0],
-    },
-    "SDXL": {
-        "model_channels": 320,
-        "num_res_blocks": [2, 2, 2],
-        "channel_mult": [1, 2, 4],
-        "transformer_depth": [0, 0, 2, 2, 10, 10],
-        "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10],
-        "transformer_depth_middle": 10,
-    },
+@dataclass(frozen=True)
+class Whole:
+    """What the published model has in place of the reduced numbers."""
+
+    unet_config: dict[str, Any]
+    tokens: int
+    """Length of every text."""
+    text_width: int
+    pooled_width: int = 0
+
+
+FULL_SIZE: dict[str, Whole] = {
+    "SD1.5": Whole(
+        {
+            "model_channels": 320,
+            "num_res_blocks": [2, 2, 2, 2],
+            "channel_mult": [1, 2, 4, 4],
+            "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0],
+            "transformer_depth_output": [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0],
+        },
+        tokens=77,
+        text_width=768,
+    ),
+    "SDXL": Whole(
+        {
+            "model_channels": 320,
+            "num_res_blocks": [2, 2, 2],
+            "channel_mult": [1, 2, 4],
+            "transformer_depth": [0, 0, 2, 2, 10, 10],
+            "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10],
+            "transformer_depth_middle": 10,
+        },
+        tokens=77,
+        text_width=2048,
+        pooled_width=1280,
+    ),
+    "SD3": Whole(  # SD3.5 medium
+        {
+            "depth": 24,
+            "adm_in_channels": 2048,
+            "context_embedder_config": {
+                "target": "torch.nn.Linear",
+                "params": {"in_features": 4096, "out_features": 24 * 64},
+            },
+            "num_patches": 384 * 384,
+            "pos_embed_max_size": 384,
+            "x_block_self_attn_layers": list(range(13)),
+        },
+        tokens=154,
+        text_width=4096,
+        pooled_width=2048,
+    ),
+    "Flux": Whole(  # Flux.1 dev
+        {
+            "hidden_size": 3072,
+            "num_heads": 24,
+            "depth": 19,
+            "depth_single_blocks": 38,
+            "context_in_dim": 4096,
+            "vec_in_dim": 768,
+            "axes_dim": [16, 56, 56],
+        },
+        tokens=256,
+        text_width=4096,
+        pooled_width=768,
+    ),
 }
-"""What the published models have in place of the reduced numbers."""
 
 
 def build(name: str, seed: int, dtype: torch.dtype, *, full_size: bool) -> Any:
-    """A patcher of the family's reduced or whole model, as core makes one of a checkpoint."""
+    """A patcher of the family's reduced or whole model, as core makes one of a checkpoint.
+
+    Weights in fp8 are computed with in bf16, as core does.
+    """
     reduced = MODELS[name]
-    unet_config = {**reduced.unet_config, **(FULL_SIZE[name] if full_size else {})}
+    unet_config = {**reduced.unet_config, **(FULL_SIZE[name].unet_config if full_size else {})}
     config = getattr(comfy.supported_models, reduced.host_class)(unet_config)
-    config.set_inference_dtype(dtype, None)
-    model = config.get_model(dict(reduced.hints), "")
-    fill(model.diffusion_model, seed)
+    config.set_inference_dtype(dtype, torch.bfloat16 if dtype.itemsize == 1 else None)
     management = comfy.model_management
-    return comfy.model_patcher.ModelPatcher(
-        model, load_device=management.get_torch_device(), offload_device=management.unet_offload_device()
-    )
+    with weights_at_once():
+        model = config.get_model(dict(reduced.hints), "")
+    fill(model.diffusion_model, seed, management.get_torch_device())
+    patcher = getattr(comfy.model_patcher, "CoreModelPatcher", comfy.model_patcher.ModelPatcher)
+    return patcher(model, load_device=management.get_torch_device(), offload_device=management.unet_offload_device())
 
 
-def fill(module: nn.Module, seed: int) -> None:
-    """Give every weight a value that keeps activations at about 1.
+@contextmanager
+def weights_at_once() -> Iterator[None]:
+    """Inside, layers have their weights from the start; a core that streams weights makes them of a file only."""
+    memory: Any = sys.modules.get("comfy.memory_management")
+    streaming = getattr(memory, "aimdo_enabled", False)
+    try:
+        if streaming:
+            memory.aimdo_enabled = False
+        yield
+    finally:
+        if streaming:
+            memory.aimdo_enabled = True
+
+
+def fill(module: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
+    """Give every weight a value that keeps activations at about 1; ``device`` draws the numbers.
 
     That includes output layers which training starts at zero: behind a zero, no gradient would come through.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     for name, tensor in module.state_dict().items():
-        noise = torch.randn(tensor.shape, generator=generator)
+        noise = torch.randn(tensor.shape, generator=generator, device=device)
         if name.endswith("modulation"):  # Wan's tables, added to a time embedding
             noise *= 0.1
         elif tensor.ndim > 1:
             noise /= math.sqrt(math.prod(tensor.shape[1:]))
         else:
             noise = noise * 0.1 + (0 if name.endswith("bias") else 1)
-        tensor.copy_(noise)
+        tensor.copy_(noise.to(tensor.dtype))
 
 
-def conditioning(name: str, rows: int, seed: int) -> list[list[Any]]:
+def conditioning(name: str, rows: int, seed: int, *, full_size: bool = False) -> list[list[Any]]:
     """Text conditioning as this family's text encoder shapes it, one row per prompt."""
-    reduced, generator = MODELS[name], torch.Generator().manual_seed(seed)
-    text = torch.randn(rows, TOKENS, reduced.text_width, generator=generator)
-    pooled = torch.randn(rows, reduced.pooled_width, generator=generator) if reduced.pooled_width else None
+    shape, generator = FULL_SIZE[name] if full_size else MODELS[name], torch.Generator().manual_seed(seed)
+    tokens = shape.tokens if isinstance(shape, Whole) else TOKENS
+    text = torch.randn(rows, tokens, shape.text_width, generator=generator)
+    pooled = torch.randn(rows, shape.pooled_width, generator=generator) if shape.pooled_width else None
     return [[text, {"pooled_output": pooled}]]

@@ -38,7 +38,9 @@ class TestRandomModel(io.ComfyNode):
             io.Combo.Input("architecture", options=list(MODELS)),
             io.Int.Input("rows", default=1, tooltip="Prompts in the positive conditioning."),
             io.Int.Input("seed", default=0),
-            io.Combo.Input("dtype", options=["float32", "bfloat16", "float16"], default="float32", optional=True),
+            io.Combo.Input(
+                "dtype", options=["float32", "bfloat16", "float16", "float8_e4m3fn"], default="float32", optional=True
+            ),
             io.Boolean.Input("full_size", default=False, optional=True),
         ]
         outputs = [io.Model.Output(), io.Conditioning.Output(), io.Conditioning.Output(), io.Latent.Output()]
@@ -53,8 +55,8 @@ class TestRandomModel(io.ComfyNode):
         samples = torch.zeros(1, *MODELS[architecture].latent)
         return io.NodeOutput(
             model,
-            conditioning(architecture, rows, seed + 1),
-            conditioning(architecture, 1, seed + 2),
+            conditioning(architecture, rows, seed + 1, full_size=full_size),
+            conditioning(architecture, 1, seed + 2, full_size=full_size),
             {"samples": samples},
             ui={
                 "linear": linear,
