@@ -25,6 +25,11 @@ LAYERS = 21
 """Attention and MLP of the included model."""
 
 
+def rest_slow(names, ordinary=A_FEW):
+    """Parameters of which only the ordinary ones run without ``-m slow``: every one takes seconds."""
+    return [pytest.param(name, marks=() if name in ordinary else pytest.mark.slow) for name in names]
+
+
 class Trained:
     """One update of a new run on a checkpoint, on rewards out of the air, and what it left on disk."""
 
@@ -70,7 +75,7 @@ def checkpoint(comfy, form):
     return quantized.write(comfy.base / "models" / "diffusion_models", form)
 
 
-@pytest.mark.parametrize("form", HERE)
+@pytest.mark.parametrize("form", rest_slow(HERE))
 def test_the_gradient_is_that_of_the_numbers(comfy, run_name, form):
     packed, plain = checkpoint(comfy, form)
     trained = Trained(comfy, run_name, packed, form)
@@ -81,7 +86,7 @@ def test_the_gradient_is_that_of_the_numbers(comfy, run_name, form):
     assert float(re.search(r"memory: model ([\d.]+) MB", trained.said)[1]) == pytest.approx(megabytes, rel=0.03)
 
 
-@pytest.mark.parametrize("form", IN_FEW_BITS)
+@pytest.mark.parametrize("form", rest_slow(IN_FEW_BITS))
 def test_the_gradient_is_that_of_the_numbers_where_hardware_multiplies_them(comfy, run_name, form):
     """Core rounds the inputs of layers to few bits then: of what the policy is, not of how its gradient is taken."""
     packed, plain = checkpoint(comfy, form)
@@ -91,7 +96,7 @@ def test_the_gradient_is_that_of_the_numbers_where_hardware_multiplies_them(comf
     assert likeness(trained, expected) > FORMS[form].likeness_in_few_bits
 
 
-@pytest.mark.parametrize("form", A_FEW)
+@pytest.mark.parametrize("form", rest_slow(A_FEW, ("scaled fp8", "nvfp4")))
 @pytest.mark.parametrize("kind", ["rslora", "loha", "lokr"])
 def test_every_kind_of_adapter_trains(comfy, run_name, form, kind):
     packed, plain = checkpoint(comfy, form)
@@ -111,7 +116,7 @@ def test_dora_is_refused(comfy, run_name, form):
         Trained(comfy, run_name, packed, form, adapter="dora")
 
 
-@pytest.mark.parametrize("form", quantized.GGUF)
+@pytest.mark.parametrize("form", rest_slow(quantized.GGUF, ("Q8_0",)))
 @pytest.mark.parametrize("kind", ["lora", "lokr"])
 def test_gguf_as_comfyui_gguf_keeps_it_trains(comfy, run_name, form, kind):
     pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -123,7 +128,7 @@ def test_gguf_as_comfyui_gguf_keeps_it_trains(comfy, run_name, form, kind):
         Trained(comfy, f"{run_name} dora", packed, loader="TestGGUF", adapter="dora")
 
 
-@pytest.mark.parametrize("form", HERE)
+@pytest.mark.parametrize("form", rest_slow(HERE))
 def test_a_run_goes_on_and_its_file_loads(comfy, run_name, form):
     """The file read anew is the same model to the run, and core's loader finds all quantized layers.
 
