@@ -94,7 +94,7 @@ class _Session(comfy.samplers.Sampler):
             if self.trained is not None:
                 make_ordinary(module)
                 model_wrap.conds = detached(model_wrap.conds)
-                stack.enter_context(frozen(module, self.trained, host.weights_pass_through))
+                stack.enter_context(frozen(module, self.trained, host.weights_pass_through, host.precise_forward))
             if self.checkpointing:
                 stack.enter_context(gradient_checkpointing(module))
             if self.copying:

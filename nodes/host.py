@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import comfy.model_management
 import comfy.model_patcher
 import comfy.model_sampling
+import comfy.ops
 import comfy.patcher_extension
 import comfy.samplers
 import comfy.sd
@@ -25,12 +26,15 @@ from torch import Tensor, nn
 from ..treegrpo_core import frozen
 from ..treegrpo_core.adapter import Adapter
 from ..treegrpo_core.architectures import Architecture, architecture_of
+from ..treegrpo_core.quantized import is_linear
 from ..treegrpo_core.sampler import ROUNDING
 from ..treegrpo_core.transition import Prediction
 
 T = TypeVar("T")
 log = logging.getLogger("treegrpo")
 INJECTION = "treegrpo"
+_TOLD_TO_CAST = ("comfy_cast_weights", "comfy_force_cast_weights")
+"""What tells a quantized layer to compute with its weights cast to its input's type: in 0.3.75, and in newer cores."""
 _CARRIED = {
     "clip_merges.txt": "sd1_tokenizer/merges.txt",
     "qwen2_merges.txt": "text_encoders/qwen25_tokenizer/merges.txt",
@@ -219,6 +223,30 @@ def weights_pass_through(layer: torch.nn.Module, x: Tensor) -> bool:
     functions = getattr(layer, "weight_function", None) or getattr(layer, "bias_function", None)
     # _v: its place in DynamicVRAM, whose memory another layer may be given at any time
     return bool(functions) or hasattr(layer, "_v") or frozen.weights_pass_through(layer, x)
+
+
+def precise_forward(layer: torch.nn.Module) -> Callable[..., Any]:
+    """The layer's forward without rounding its input to fp8 or fp4, which core does by code without a derivative.
+
+    Quantized layers round where the hardware can multiply such numbers, unless they are told to cast their weights;
+    the older ones are not asked, but round only inputs of two or three dimensions.
+    """
+    forward = layer.forward
+    older, newer = hasattr(layer, "scale_weight"), isinstance(layer, comfy.ops.CastWeightBiasOp)
+    if not is_linear(layer) or not (older or newer):
+        return forward
+
+    def call(x: Tensor) -> Tensor:
+        told = {name: vars(layer)[name] for name in _TOLD_TO_CAST if name in vars(layer)}
+        try:
+            vars(layer).update(dict.fromkeys(_TOLD_TO_CAST, True))
+            return forward(x[(None,) * (4 - x.ndim)]).view(*x.shape[:-1], -1) if older else forward(x)
+        finally:
+            for name in _TOLD_TO_CAST:
+                del vars(layer)[name]
+            vars(layer).update(told)
+
+    return call
 
 
 def free_memory(patcher: Any) -> int:

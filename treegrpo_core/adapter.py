@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from .architectures import OTHER, Architecture
+from .differentiable import PLAIN
+from .quantized import is_linear, is_packed, is_quantized
 
 TARGETS = ("attention", "attention+mlp", "all linear")
 """Presets of layers to adapt; what they mean for a family is in its entry in :mod:`.architectures`."""
@@ -24,7 +26,8 @@ KINDS = ("lora", "rslora", "dora", "loha", "lokr")
 direction apart (2402.09353); loha, lokr: Hadamard and Kronecker products (LyCORIS, 2309.14859)."""
 
 _ZERO_AT_START = (".lora_B.weight", ".hada_w2_b", ".lokr_w1")
-_PACKED = ("ggml", "gguf", "nunchaku", "svdq")
+_OPAQUE = ("nunchaku", "svdq")
+"""In the names of layers that compute by kernels without a derivative."""
 
 
 def target_pattern(targets: str, architecture: Architecture = OTHER) -> str:
@@ -43,8 +46,10 @@ def target_layers(module: nn.Module, targets: str, architecture: Architecture = 
     Raises ValueError with the nearest layer names if none does, and for models whose layers keep their weights packed
     in a form that no adapter can be put on.
     """
-    linear = {name: layer for name, layer in module.named_modules() if _is_linear(layer)}
-    _refuse_packed(module)
+    linear = {name: layer for name, layer in module.named_modules() if is_linear(layer)}
+    for name, layer in module.named_modules():
+        if any(word in _kind(thing).lower() for thing in (layer, getattr(layer, "weight", None)) for word in _OPAQUE):
+            raise _packed(name, layer)
     try:
         pattern = re.compile(target_pattern(targets, architecture))
     except re.error as error:
@@ -53,13 +58,51 @@ def target_layers(module: nn.Module, targets: str, architecture: Architecture = 
     if not chosen:
         near = difflib.get_close_matches(targets, linear, n=5, cutoff=0.0)
         raise ValueError(f"targets {targets!r} match none of the model's {len(linear)} linear layers; near: {near}")
+    for name, layer in chosen.items():
+        if is_packed(layer):
+            raise _packed(name, layer)
     return chosen
 
 
-def _is_linear(layer: nn.Module) -> bool:
-    """A linear layer, also one whose weights are quantized and that is no torch.nn.Linear therefore."""
-    quantized = hasattr(layer, "weight") and hasattr(layer, "in_features") and hasattr(layer, "out_features")
-    return isinstance(layer, nn.Linear) or (quantized and not any(True for _ in layer.children()))
+def _kind(thing: Any) -> str:
+    return f"{type(thing).__module__}.{type(thing).__name__}"
+
+
+def _packed(name: str, layer: nn.Module) -> ValueError:
+    weight = getattr(layer, "weight", None)
+    shape = "" if weight is None else f" with a {_kind(weight)} of shape {tuple(weight.shape)}"
+    return ValueError(
+        f"model: layer {name or '(root)'} is a {_kind(layer)}{shape}, whose packed weights give no gradient or are not "
+        "known (nunchaku, bitsandbytes, GPTQ and the like); load the model as a safetensors checkpoint (bf16, fp16, "
+        "fp8, nvfp4, int8) or as GGUF instead"
+    )
+
+
+def _refuse_quantized(layers: dict[str, Any]) -> None:
+    for name, layer in layers.items():
+        if is_quantized(layer.weight):
+            raise ValueError(
+                f"adapter: dora works with the size of the weights, and those of layer {name} are quantized "
+                f"({type(layer.weight).__name__}, {layer.weight.dtype}); use the adapter lora, rslora, loha or lokr, "
+                "or load the model in bf16 or fp16"
+            )
+
+
+@cache
+def _hiding_quantized(kind: type[Any]) -> type[Any]:
+    """A kind of peft's layer that shows a plain weight of no memory in place of a quantized one.
+
+    Hosts compute with a quantized weight that they see in a layer, without calling the layer: the adapter would be
+    passed by.
+    """
+
+    def weight(layer: Any) -> Tensor:
+        found: Tensor = layer.get_base_layer().weight
+        if type(found) in PLAIN:
+            return found
+        return torch.zeros((), dtype=found.dtype, device=found.device).expand(found.shape)
+
+    return type(kind.__name__, (kind,), {"weight": property(weight)})
 
 
 def _stand_in(layer: Any, kind: str) -> nn.Linear:
@@ -80,18 +123,6 @@ def _beside_the_adapter(layer: Any) -> Any:
         return base
     bias = None if base.bias is None else base.bias.to(device)
     return SimpleNamespace(weight=base.weight.to(device), bias=bias)
-
-
-def _refuse_packed(module: nn.Module) -> None:
-    for name, layer in module.named_modules():
-        weight = getattr(layer, "weight", None)
-        for thing in (layer, weight):
-            kind = f"{type(thing).__module__}.{type(thing).__name__}"
-            if thing is not None and any(word in kind.lower() for word in _PACKED):
-                raise ValueError(
-                    f"model: layer {name or '(root)'} is a {kind}, whose packed weights (GGUF, nunchaku) cannot "
-                    "carry a trainable adapter; load a safetensors checkpoint of the model instead (bf16, fp16 or fp8)"
-                )
 
 
 class Adapter:
@@ -127,6 +158,8 @@ class Adapter:
         self._away: Any = None
         """Where the host wants the adapter while it is not used; None: it has not said yet."""
         bases = target_layers(module, targets, architecture)
+        if kind == "dora":
+            _refuse_quantized(bases)
         # peft wraps stand-ins, so it leaves no trace in the host's module, and any layer may take their place.
         self._outside = {name: _stand_in(layer, kind) for name, layer in bases.items()}
         shell = nn.ModuleDict({name.replace(".", "/"): layer for name, layer in self._outside.items()})
@@ -135,6 +168,9 @@ class Adapter:
             inject_adapter_in_model(_peft_config(kind, rank, alpha, list(shell)), shell)
         # peft's layer, by the name of the layer it wraps.
         self.layers: dict[str, Any] = {name: shell[name.replace(".", "/")] for name in bases}
+        for layer in self.layers.values():
+            kind_of_layer: Any = type(layer)
+            layer.__class__ = _hiding_quantized(kind_of_layer)
         if kind == "dora":
             for name, layer in self.layers.items():
                 layer.base_layer, self._outside[name] = bases[name], _stand_in(bases[name], "lora")

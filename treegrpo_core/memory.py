@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .adapter import Adapter
 from .differentiable import checkpointed, replaced_forward
 from .plan import Plan
+from .quantized import stored
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
@@ -48,18 +49,21 @@ class Activations:
 
 def measure_activations(module: nn.Module, forward: Callable[[], Any]) -> Activations:
     """Run ``forward`` once with gradient and count what autograd keeps for a backward, but for the model's weights."""
-    weights = {value.untyped_storage().data_ptr() for value in (*module.parameters(), *module.buffers())}
+    weights = {
+        part.untyped_storage().data_ptr() for one in (*module.parameters(), *module.buffers()) for part in stored(one)
+    }
     seen: set[int] = set()
     kept: dict[nn.Module | None, int] = {None: 0}
     alive: list[Tensor] = []
     inputs, current = 0, None
 
     def pack(tensor: Tensor) -> None:  # no backward follows; a tensor kept with its own history would stay for ever
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights | seen:
-            seen.add(storage.data_ptr())
-            alive.append(tensor.detach())  # or its place could be given to the next tensor and that one not be counted
-            kept[current] = kept.get(current, 0) + storage.nbytes()
+        for part in stored(tensor):
+            storage = part.untyped_storage()
+            if storage.data_ptr() not in weights | seen:
+                seen.add(storage.data_ptr())
+                alive.append(part.detach())  # or its place could be given to the next and that one not be counted
+                kept[current] = kept.get(current, 0) + storage.nbytes()
 
     def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal inputs, current
@@ -99,7 +103,7 @@ class Estimate:
         """prompts: (P, *latent) as the denoiser sees them. The adapter counts four times: with gradient and moments."""
         own = adapter.parameters()
         adapted = sum(parameter.nbytes for parameter in own)
-        weights = sum(parameter.nbytes for parameter in module.parameters()) - adapted
+        weights = sum(part.nbytes for parameter in module.parameters() for part in stored(parameter)) - adapted
         return cls(weights, 4 * adapted, plan.stored * prompts.nbytes, node)
 
     def fixed(self) -> int:

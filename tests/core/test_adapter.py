@@ -33,13 +33,6 @@ def test_targets_that_match_nothing_name_the_nearest():
         target_layers(ToyModel(), "(")
 
 
-def test_packed_weights_are_refused_by_name():
-    model = ToyModel()
-    model.attn["proj"].__class__ = type("GGMLLinear", (torch.nn.Linear,), {})
-    with pytest.raises(ValueError, match=r"attn.proj is a .*GGMLLinear, whose packed weights"):
-        target_layers(model, "attention")
-
-
 @pytest.mark.parametrize(
     ("options", "names"),
     [({"rank": 0}, "rank is 0"), ({"alpha": float("nan")}, "alpha is nan"), ({"kind": "lorra"}, "lorra")],

@@ -18,6 +18,10 @@ from treegrpo_core.architectures import ARCHITECTURES, architecture_named
 KINDS = ("lora", "dora", "loha", "lokr")
 SUMS_IN_ANOTHER_ORDER = ("Z-Image", "Lumina 2")
 """Their RMSNorms are sums of several uses of the input, which are added up before they reach the rest."""
+FAMILIES = [
+    pytest.param(entry, id=entry.name, marks=() if entry.name in ("SD1.5", "SD3", "Flux") else pytest.mark.slow)
+    for entry in ARCHITECTURES
+]
 
 
 def trained(comfy, run_name, build):
@@ -34,7 +38,7 @@ def assert_same(one, other):
     assert [name for name in one if not np.array_equal(one[name], other[name])] == []
 
 
-@pytest.mark.parametrize("entry", ARCHITECTURES, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", FAMILIES)
 def test_a_streamed_model_trains_as_one_that_fits(comfy, run_name, entry):
     """The same weights, all of them, half of them and none of them passing through one buffer."""
 

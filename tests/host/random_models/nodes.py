@@ -12,12 +12,14 @@ import comfy.model_management
 import comfy.ops
 import comfy.samplers
 import comfy.sd
+import folder_paths
+import nodes
 import numpy as np
 import torch
 from comfy_api.latest import ComfyExtension, io
 from torch import nn
 
-from . import flow
+from . import flow, gguf_layers
 from .models import MODELS, TOKENS, build, conditioning, fill
 from .patches import TestMovingGuider, TestPatch
 
@@ -77,10 +79,52 @@ class TestInspect(io.ComfyNode):
     @classmethod
     def execute(cls, model: Any, after: Any = None) -> io.NodeOutput:
         digest = hashlib.sha256()
-        for name, tensor in sorted(model.model.state_dict().items()):
+        weights = [*model.model.named_parameters(), *model.model.named_buffers()]
+        for name, tensor in sorted(weights, key=lambda one: one[0]):
             digest.update(name.encode())
-            digest.update(tensor.contiguous().cpu().view(torch.uint8).numpy())
+            for part in stored(tensor):
+                digest.update(part.contiguous().cpu().flatten().view(torch.uint8).numpy())
         return io.NodeOutput(model, ui={"hash": [digest.hexdigest()], "patched": [len(model.patches)]})
+
+
+def stored(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold this one: itself, or the parts of a quantized one."""
+    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else []
+    return [getattr(tensor, name) for name in names] or [tensor]
+
+
+class TestGGUF(io.ComfyNode):
+    """The model of a GGUF file, in layers of :mod:`.gguf_layers`."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(cls, [io.String.Input("unet_name"), io.String.Input("weight_dtype")], [io.Model.Output()])
+
+    @classmethod
+    def execute(cls, unet_name: str, weight_dtype: str) -> io.NodeOutput:
+        return io.NodeOutput(gguf_layers.load(f"{folder_paths.models_dir}/diffusion_models/{unet_name}"))
+
+
+class TestFewBits(io.ComfyNode):
+    """UNETLoader on hardware that multiplies numbers of few bits, as core sees it when it loads a model."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        inputs = [io.String.Input("unet_name"), io.String.Input("weight_dtype")]
+        return schema(cls, inputs, [io.Model.Output()])
+
+    @classmethod
+    def execute(cls, unet_name: str, weight_dtype: str) -> io.NodeOutput:
+        management = comfy.model_management
+        asked = [f"supports_{form}_compute" for form in ("fp8", "nvfp4", "mxfp8")]
+        before = {name: getattr(management, name) for name in asked if hasattr(management, name)}
+        try:
+            for name in before:
+                setattr(management, name, lambda _device=None: True)
+            return io.NodeOutput(nodes.UNETLoader().load_unet(unet_name, weight_dtype)[0])
+        finally:
+            for name, function in before.items():
+                setattr(management, name, function)
 
 
 class TestRewards(io.ComfyNode):
@@ -355,6 +399,8 @@ class Extension(ComfyExtension):
         return [
             TestRandomModel,
             TestInspect,
+            TestFewBits,
+            TestGGUF,
             TestRewards,
             TestFloats,
             TestLeaves,
