@@ -169,13 +169,15 @@ def test_loops_side_by_side(comfy, graph, run_name):
         assert same(state_of(comfy, name), state_of(comfy, f"{name} alone"))
 
 
-def test_what_is_shown_is_drawn_before_its_trees_are_freed(comfy, graph, run_name):
-    """A long way from the tree to the picture, with waiting on it and beside it."""
+@pytest.mark.parametrize("kind", ["TestWaiting", "TreeAdvantage"])
+def test_what_is_shown_is_drawn_before_its_trees_are_freed(comfy, graph, run_name, kind):
+    """A long way from the tree to what reads it, with or without waiting on it, and with waiting beside it."""
     nodes = training(graph, run_name, iterations=3)
-    value = nodes.advantage[0]
-    for _ in range(4):
-        value = graph.add("TestWaiting", value=value, seconds=0.2)[0]
-    graph.add("TreeGRPOPreview", tree=value, prompt=0)
+    tree = nodes.advantage[0]
+    for _ in range(6):
+        again = {**graph.inputs(nodes.advantage), "tree": tree}
+        tree = graph.add(kind, **again if kind == "TreeAdvantage" else {"value": tree, "seconds": 0.2})[0]
+    graph.add("TestLeaves", tree=tree)
     graph.add("TestNativeLoop", value=graph.add("TestWaiting", value=1, seconds=0.5)[0], times=2)
     _, counts = run_counting(comfy, graph)
     assert counts[nodes.update.id] == len(log_of(comfy, run_name)) == 3
