@@ -12,11 +12,12 @@ import folder_paths
 from comfy_api.latest import io
 from torch import Tensor
 
-from ..treegrpo_core.adapter import KINDS, TARGETS
+from ..treegrpo_core.adapter import KINDS
 from ..treegrpo_core.architectures import OTHER, architecture_named
 from ..treegrpo_core.files import check_name
 from ..treegrpo_core.lora import read_lora
 from ..treegrpo_core.run import Run, RunSettings, stored_base
+from ..treegrpo_core.targets import TARGETS
 from . import host
 from .fingerprint import FORM, earlier_fingerprints, fingerprint
 from .guided import outside_inference_mode

@@ -41,7 +41,7 @@ class RunSettings(BaseModel):
     rank: int = Field(default=16, ge=1)
     alpha: float = Field(default=16.0, gt=0)
     targets: str = "attention+mlp"
-    """A preset of :data:`.adapter.TARGETS` or a regular expression over layer names."""
+    """A preset of :data:`.targets.TARGETS` or a regular expression over layer names."""
     kind: Literal["lora", "rslora", "dora", "loha", "lokr"] = "lora"
     """Kind of the adapter, see :data:`.adapter.KINDS`."""
     architecture: str = OTHER.name

@@ -6,8 +6,9 @@ import pytest
 import torch
 from toy import ToyModel
 
-from treegrpo_core.adapter import KINDS, Adapter, target_layers
+from treegrpo_core.adapter import KINDS, Adapter
 from treegrpo_core.lora import metadata, read_header, read_lora, write_lora
+from treegrpo_core.targets import target_layers
 
 
 def moved_adapter(model: ToyModel, **options) -> Adapter:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from treegrpo_core.adapter import Adapter, target_layers
+from treegrpo_core.adapter import Adapter
 from treegrpo_core.frozen import frozen
 from treegrpo_core.quantized import stored
+from treegrpo_core.targets import target_layers
 
 WIDTH = 16
 
