@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import json
 import sys
+import time
 from types import ModuleType
 
 comfyui, pack = sys.argv[1:]
@@ -56,7 +57,9 @@ core_nodes = dict(nodes.NODE_CLASS_MAPPINGS)
 core_modules = set(sys.modules)
 before = {module.__name__: functions(module) for module in CORE}
 
+start = time.process_time()
 loaded = asyncio.run(nodes.load_custom_node(pack))
+seconds = time.process_time() - start
 
 changed = [
     f"{module.__name__}.{name}" for module in CORE for name in unlike(before[module.__name__], functions(module))
@@ -73,6 +76,7 @@ print(
     json.dumps(
         {
             "loaded": loaded,
+            "seconds": seconds,
             "watched": sum(map(len, before.values())),
             "changed": changed,
             "nodes": asyncio.run(pack_nodes()),

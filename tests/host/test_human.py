@@ -223,7 +223,7 @@ def test_interrupt_while_waiting_ends_at_once_and_leaves_the_run_as_it_was(comfy
     comfy.interrupt(run)
     with pytest.raises(InterruptedRunError):
         comfy.wait(run)
-    assert time.monotonic() - asked < 1.5
+    assert time.monotonic() - asked < 10, "the node would have waited for minutes"
     assert (folder_of(comfy, run_name) / "state.safetensors").read_bytes() == saved
     assert log_of(comfy, run_name) == []
     assert comfy.get(ROUTE) == []

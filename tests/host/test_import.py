@@ -37,13 +37,17 @@ def pack_nodes(comfy: Server) -> dict[str, Any]:
     return {name: info for name, info in comfy.object_info().items() if info["python_module"] == module}
 
 
-def test_imports_quickly_from_a_folder_with_a_random_name_with_spaces(comfy: Server) -> None:
-    pattern = rf"^(?:\[INFO\])? *([\d.]+) seconds( \(IMPORT FAILED\))?: .*{re.escape(comfy.pack_name)}$"
+def test_is_loaded_from_a_folder_with_a_random_name_with_spaces(comfy: Server) -> None:
+    pattern = rf"^(?:\[INFO\])? *[\d.]+ seconds( \(IMPORT FAILED\))?: .*{re.escape(comfy.pack_name)}$"
     found = re.search(pattern, comfy.log(), re.MULTILINE)
     assert found, comfy.log()
-    assert not found[2], comfy.log()
-    assert float(found[1]) <= IMPORT_SECONDS
+    assert not found[1], comfy.log()
     assert pack_nodes(comfy)
+
+
+def test_imports_quickly(probe: dict[str, Any]) -> None:
+    """Computing time, which does not tell of what else the machine does."""
+    assert 0 < probe["seconds"] <= IMPORT_SECONDS
 
 
 def test_changes_no_function_of_the_host(probe: dict[str, Any]) -> None:
