@@ -68,8 +68,14 @@ def in_a_row(graph, run_name):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["--cache-classic"], ["--cache-none"], ["--cache-lru", "1"], ["--cache-lru", "100"], ["--cache-ram", "1e6"]],
-    ids=" ".join,
+    [
+        pytest.param([], id="default"),
+        pytest.param(["--cache-none"], id="none"),
+        pytest.param(["--cache-lru", "1"], id="lru 1"),
+        pytest.param(["--cache-classic"], id="classic", marks=pytest.mark.slow),
+        pytest.param(["--cache-lru", "100"], id="lru 100", marks=pytest.mark.slow),
+        pytest.param(["--cache-ram", "1e6"], id="ram", marks=pytest.mark.slow),  # core collects garbage all the time
+    ],
 )
 def test_every_update_runs_once_whatever_core_keeps(comfy, tmp_path, run_name, arguments):
     """With 1e6 GB to be kept free, core throws away all that it may."""
